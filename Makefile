@@ -1,0 +1,52 @@
+# `make help` says what there is. The work is done by scripts/.
+
+# A Python that has torch. Without one, torch is installed into .venv.
+PYTHON ?=
+TORCH ?= 2.13.0
+RANKS ?= 2
+ARGS ?=
+PREFIX ?= /usr/local
+export PYTHON TORCH
+
+.PHONY: help setup build train test bench asan tsan format check install clean
+
+help: ## this text
+	@scripts/help.sh
+
+setup: ## install what is missing: system packages (as root) and torch (in .venv)
+	@scripts/setup.sh
+
+build: setup ## the library, the tests and the examples, in build/
+	@scripts/build.sh release
+
+train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--help"
+	@scripts/build.sh release train_gpt
+	@scripts/launch --ranks $(RANKS) build/bin/train_gpt $(ARGS)
+
+test: build ## all tests
+	@scripts/test.sh release
+
+bench: build ## measure against PyTorch, in the same run
+	@bench/run
+
+asan: setup ## all tests with the address and undefined-behaviour sanitizers, in build-asan/
+	@scripts/build.sh asan
+	@scripts/test.sh asan
+
+tsan: setup ## all tests with the thread sanitizer, in build-tsan/
+	@scripts/build.sh tsan
+	@scripts/test.sh tsan
+
+format: ## format the sources in place
+	@scripts/setup.sh --tools clang-format
+	@scripts/format.sh
+
+check: setup ## layers, format, clang-tidy, leftovers
+	@scripts/setup.sh --tools clang-format clang-tidy
+	@scripts/check.sh
+
+install: build ## the library and its CMake package: make install PREFIX=/opt/fsdp
+	@cmake --install build --prefix $(PREFIX)
+
+clean: ## remove all builds; .venv stays
+	@rm -rf build build-asan build-tsan build-tidy

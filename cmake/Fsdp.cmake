@@ -1,0 +1,86 @@
+# Compile options shared by everything, and the ways in which a folder adds itself.
+
+# In dependency order: a layer may use those before it. scripts/check_layers.py has the exact rule.
+set(FSDP_LAYERS base layout comm engine nn optim)
+
+add_library(fsdp_options INTERFACE)
+target_link_libraries(fsdp_options INTERFACE ${FSDP_TORCH})
+target_include_directories(fsdp_options INTERFACE ${PROJECT_SOURCE_DIR}/include)
+target_compile_options(fsdp_options INTERFACE -Wall -Wextra $<$<BOOL:${FSDP_WERROR}>:-Werror>)
+if(FSDP_HAS_DATA_PTR_GUARD)
+  target_compile_definitions(fsdp_options INTERFACE FSDP_HAS_DATA_PTR_GUARD)
+endif()
+if(FSDP_SANITIZE)
+  # vptr would need the type information of LibTorch's hidden classes.
+  target_compile_options(
+    fsdp_options INTERFACE -fsanitize=${FSDP_SANITIZE} -fno-sanitize=vptr -fno-sanitize-recover=undefined
+                           -fno-omit-frame-pointer -g)
+  target_link_options(fsdp_options INTERFACE -fsanitize=${FSDP_SANITIZE})
+endif()
+
+# fsdp_precompile(target group headers...): headers that are parsed once for all targets of a group. gcc takes a precompiled
+# header only where the flags agree, so its carrier is compiled as the targets are.
+function(fsdp_precompile target group)
+  if(NOT FSDP_PRECOMPILE)
+    return()
+  endif()
+  set(carrier fsdp_pch_${group})
+  if(NOT TARGET ${carrier})
+    set(source ${PROJECT_BINARY_DIR}/pch/${group}.cpp)
+    file(CONFIGURE OUTPUT ${source} CONTENT "// Carries the precompiled header of the group @group@.\n" @ONLY)
+    add_library(${carrier} OBJECT ${source})
+    target_link_libraries(${carrier} PRIVATE fsdp_options)
+    target_compile_options(${carrier} PRIVATE -fpch-preprocess)
+    target_precompile_headers(${carrier} PRIVATE ${ARGN})
+    get_target_property(type ${target} TYPE)
+    if(type STREQUAL EXECUTABLE)
+      set_target_properties(${carrier} PROPERTIES POSITION_INDEPENDENT_CODE OFF)
+      target_compile_options(${carrier} PRIVATE -fPIE)
+    endif()
+  endif()
+  target_compile_options(${target} PRIVATE -fpch-preprocess)
+  target_precompile_headers(${target} REUSE_FROM ${carrier})
+endfunction()
+
+# fsdp_layer(name sources...): one folder of the library.
+function(fsdp_layer name)
+  add_library(fsdp_${name} OBJECT ${ARGN})
+  target_link_libraries(fsdp_${name} PRIVATE fsdp_options)
+  target_include_directories(fsdp_${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  if(NOT name STREQUAL base)
+    fsdp_precompile(fsdp_${name} library <functional> <memory> <string> <unordered_map> <vector> <ATen/core/Tensor.h>)
+  endif()
+  target_sources(fsdp PRIVATE $<TARGET_OBJECTS:fsdp_${name}>)
+endfunction()
+
+# fsdp_program(name sources...): a program that uses the library as its users do.
+function(fsdp_program name)
+  add_executable(${name} ${ARGN})
+  target_link_libraries(${name} PRIVATE fsdp fsdp_options)
+  fsdp_precompile(${name} program <torch/torch.h>)
+endfunction()
+
+# fsdp_test(name sources...): one test binary of the folder it is called in. It is linked with the objects of that layer and
+# of those before it, not with libfsdp.so, so that it can test what is hidden there.
+function(fsdp_test name)
+  add_executable(${name} ${ARGN})
+  get_filename_component(folder ${CMAKE_CURRENT_SOURCE_DIR} NAME)
+  foreach(layer IN LISTS FSDP_LAYERS)
+    if(TARGET fsdp_${layer})
+      target_link_libraries(${name} PRIVATE fsdp_${layer})
+    endif()
+    if(layer STREQUAL folder)
+      break()
+    endif()
+  endforeach()
+  target_link_libraries(${name} PRIVATE fsdp_options GTest::gtest_main)
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  # The layers below engine are tested without torch/torch.h, which costs more than all else even when precompiled.
+  if(folder MATCHES "engine|nn|optim")
+    fsdp_precompile(${name} program <torch/torch.h>)
+  endif()
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT
+                              "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${name}.xml")
+endfunction()

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/export.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp {
+
+struct ClipOptions {
+  double norm_type = 2.0; ///< 1, 2, any p, or infinity
+  bool error_if_nonfinite = false;
+};
+
+/// Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`; returns that norm, the same on
+/// every rank. Sharded, replicated and plain parameters may be mixed. Collective.
+FSDP_API at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, const ClipOptions& options = {});
+FSDP_API at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const ClipOptions& options = {});
+
+} // namespace fsdp

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include <fsdp/export.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp {
+
+struct UnitDescription {
+  std::string name; ///< "(root)" for a root
+  int64_t parameters = 0; ///< tensors
+  int64_t numel = 0; ///< of the whole parameters
+  int64_t bytes_whole = 0; ///< gathered
+  int64_t bytes_shard = 0; ///< on this rank
+  std::string dtype; ///< "float32", or "float32 -> bfloat16" where compute and shards differ
+  std::string mesh;
+  std::string policy; ///< "reshard", "keep", "reshard to 2"; "offload"
+};
+
+struct Description {
+  std::vector<UnitDescription> units;
+  int64_t bytes_shard = 0; ///< all shards of this rank
+  /// The most that parameters and gradients take on this rank at any time of a step: shards, their gradients, whole units, gradients
+  /// in flight. Optimizer state comes on top.
+  int64_t bytes_peak = 0;
+  /// A table for people.
+  std::string str() const;
+};
+
+/// The units of a sharded model and the memory they need.
+FSDP_API Description describe(const torch::nn::Module& module);
+
+} // namespace fsdp

@@ -1,0 +1,144 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/export.h>
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace fsdp {
+
+/// What a collective is for: carried with it, so that a failure names it and ranks that disagree get an error naming both.
+struct Label {
+  const char* operation; ///< a literal: "unshard", "reduce gradients", ...
+  std::string unit; ///< the unit's name, or empty
+};
+
+/// One parameter as the ranks of a group share it: rank r keeps elements [r * chunk, (r + 1) * chunk), cut off at `numel`.
+struct Piece {
+  int64_t numel; ///< of the whole parameter
+  int64_t chunk; ///< of a full slice; trailing ranks may hold less, or nothing
+  c10::ScalarType stored; ///< dtype of the slices
+  c10::ScalarType gathered; ///< dtype of the whole parameter once gathered
+
+  int64_t begin(int rank) const {
+    return std::min(numel, chunk * rank);
+  }
+  int64_t length(int rank) const {
+    return std::min(numel, chunk * (rank + 1)) - begin(rank);
+  }
+};
+
+/// A running collective. Destroying it unfinished is allowed only after an error.
+class FSDP_API Work {
+ public:
+  virtual ~Work();
+  /// Makes what progress it can without blocking; true when `wait` would not block.
+  virtual bool done() = 0;
+  /// Returns once the result may be used on the current stream; throws `CommError`.
+  virtual void wait() = 0;
+};
+
+/// Every rank's slices of the pieces of a home, made visible. Destroying it gives the memory back.
+class FSDP_API Gathered {
+ public:
+  virtual ~Gathered();
+  /// Returns once the pieces may be read on the current stream; throws `CommError`.
+  virtual void wait() = 0;
+  /// The whole piece: the ranks' slices one after another. Readable after `wait`; never written.
+  virtual void* piece(size_t index) const = 0;
+  /// Memory that this rank pays for while this lives: 0 when the slices are read where they are.
+  virtual int64_t bytes() const = 0;
+};
+
+/// The memory of one unit's shards on this rank, given out by its group.
+class FSDP_API Home {
+ public:
+  virtual ~Home();
+  /// This rank's slice of a piece, writable between `begin_write` and the next `gather`.
+  virtual void* slice(size_t index) const = 0;
+  /// Returns once no other rank still reads the values about to be overwritten. Cheap when already writing.
+  virtual void begin_write(const Label& label) = 0;
+  /// Starts to make all slices visible, with this rank's writes so far. At most one `Gathered` of a home lives at a time.
+  virtual std::unique_ptr<Gathered> gather(const Label& label) = 0;
+};
+
+struct HomeOptions {
+  c10::Device device = c10::kCPU; ///< where gathered pieces are read
+  bool offload = false; ///< slices live on the host
+  bool pin_memory = false; ///< with `offload`: in page-locked memory, where the device has it
+};
+
+/// Sum each rank's whole tensors and keep this rank's slices of the sums.
+struct ReduceScatter {
+  std::vector<at::Tensor> wholes; ///< contiguous, one dtype; may be overwritten; kept alive until all ranks have read them
+  std::vector<int64_t> chunks; ///< as in Piece, per tensor
+  std::vector<at::Tensor> slices; ///< contiguous results, same dtype
+  double divide_by = 1; ///< the sums are divided by it
+};
+
+enum class ReduceOp { kSum, kMax, kMin };
+
+/// Ranks that act together: the narrow interface the engine needs from a means of communication.
+/// All ranks of a group call its collectives in the same order. Not thread safe: one thread at a time.
+class FSDP_API Group {
+ public:
+  virtual ~Group();
+
+  /// Any c10d backend: NCCL, Gloo, MPI, a vendor's.
+  static std::shared_ptr<Group> from(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+  /// For errors: "shm", "gloo", "nccl", "alone", ...
+  const std::string& name() const {
+    return name_;
+  }
+
+  /// Memory for this rank's slices. Collective.
+  virtual std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) = 0;
+  /// True if gathering moves no bytes between ranks, so that keeping a smaller copy around would gain nothing.
+  virtual bool gathers_in_place() const = 0;
+
+  virtual std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) = 0;
+  /// In place; `tensor` is contiguous.
+  virtual std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) = 0;
+  virtual void broadcast(at::Tensor tensor, int root, const Label& label) = 0;
+  virtual void barrier(const Label& label) = 0;
+  /// Every rank's `bytes`, in rank order. For set-up, not for steps.
+  virtual std::vector<std::string> exchange(const std::string& bytes, const Label& label) = 0;
+  /// The group of the ranks that give the same `color`, ordered as here. Collective.
+  virtual std::shared_ptr<Group> split(int color, const Label& label) = 0;
+  /// Lets the other ranks fail at their next wait, with `reason`.
+  virtual void abort(const std::string& reason) = 0;
+
+ protected:
+  Group(int rank, int size, std::string name) : rank_(rank), size_(size), name_(std::move(name)) {}
+
+ private:
+  int rank_;
+  int size_;
+  std::string name_;
+};
+
+/// A group of one rank: no collective, no copy.
+FSDP_API std::shared_ptr<Group> group_of_one();
+
+/// Runs `body` on `size` threads, each one rank of a world of its own: `fsdp::rank()` and the default mesh are the thread's.
+/// Rethrows the first failing rank's exception once all threads have ended.
+FSDP_API void thread_group(int size, const std::function<void()>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+
+} // namespace fsdp

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+
+#include <fsdp/export.h>
+
+namespace torch::nn {
+class Module;
+}
+
+namespace fsdp {
+
+struct SummonOptions {
+  bool recurse = true; ///< also the units below
+  bool writeback = true; ///< changes reach the shards when the guard ends
+  bool rank0_only = false; ///< the others keep their shards; needs writeback = false
+  bool offload_to_cpu = false; ///< the whole parameters live on the host
+  bool with_grads = false; ///< gradients whole too
+};
+
+/// While it lives, `module.parameters()` are whole, plain tensors, which may be read and written.
+/// Collective, at its construction and at its end. Not in the middle of a forward or backward.
+class FSDP_API SummonedParams {
+ public:
+  struct Impl;
+  explicit SummonedParams(std::unique_ptr<Impl> impl);
+  SummonedParams(SummonedParams&&) noexcept;
+  SummonedParams& operator=(SummonedParams&&) = delete;
+  ~SummonedParams();
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+[[nodiscard]] FSDP_API SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options = {});
+
+} // namespace fsdp

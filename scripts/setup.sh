@@ -1,0 +1,100 @@
+#!/bin/bash
+# Makes sure that everything a build needs is there: system packages, and torch in .venv unless PYTHON names a Python that has
+# it. Repeats nothing. With --tools clang-format ...: only these, which are packages of the same names.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/common.sh
+
+# command or header -> Debian package
+missing_commands() {
+  local pair
+  for pair in "$@"; do
+    command -v "${pair%%:*}" >/dev/null || echo "${pair##*:}"
+  done
+}
+
+missing_headers() {
+  local pair
+  for pair in "$@"; do
+    printf '#if !__has_include(<%s>)\n%s\n#endif\n' "${pair%%:*}" "${pair##*:}"
+  done | { g++ -E -P -x c++ - 2>/dev/null || printf '%s\n' "${@##*:}"; }
+}
+
+missing_venv() {
+  [ -n "$PYTHON" ] || [ -x .venv/bin/pip ] || python3 -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
+}
+
+missing_required() {
+  missing_commands cmake:cmake ninja:ninja-build g++:g++
+  missing_headers gtest/gtest.h:libgtest-dev nlohmann/json.hpp:nlohmann-json3-dev
+  missing_venv
+}
+
+# Builds work without these: slower, or without the Gloo backend.
+missing_optional() {
+  missing_commands ccache:ccache
+  missing_headers gloo/context.h:libgloo-dev
+}
+
+install_packages() {
+  echo "Installing $* with apt-get"
+  export DEBIAN_FRONTEND=noninteractive
+  local log
+  log=$(mktemp)
+  if ! { apt-get update && apt-get install -y --no-install-recommends "$@"; } >"$log" 2>&1; then
+    cat "$log" >&2
+    rm -f "$log"
+    die "apt-get could not install $*: see above"
+  fi
+  rm -f "$log"
+}
+
+# ensure_packages "required" "optional"
+ensure_packages() {
+  local required optional
+  required=$(echo $1)
+  optional=$(echo $2)
+  [ -n "$required$optional" ] || return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    install_packages $required $optional
+  elif [ -n "$required" ]; then
+    die "missing packages. Run:  sudo apt-get install -y $(echo $required $optional)"
+  else
+    echo "Going on without $optional (optional: sudo apt-get install -y $optional)"
+  fi
+}
+
+has_nvidia_gpu() {
+  [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1
+}
+
+# Without a GPU the CPU build is asked for first; where pip's configuration offers none, the ordinary one serves too.
+install_torch() {
+  echo "Installing torch $TORCH into .venv"
+  local pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check)
+  if [[ $TORCH != *+* ]] && ! has_nvidia_gpu && "${pip[@]}" "torch==$TORCH+cpu" 2>/dev/null; then
+    return
+  fi
+  "${pip[@]}" "torch==$TORCH" || die "pip could not install torch==$TORCH. Set TORCH to a version that pip can find, or PYTHON to a Python that has torch."
+}
+
+ensure_torch() {
+  if [ -n "$PYTHON" ]; then
+    torch_version "$PYTHON" >/dev/null || die "PYTHON=$PYTHON has no torch. Install it there, or leave PYTHON unset to have it in .venv."
+    return
+  fi
+  local stamp=.venv/torch-$TORCH
+  [ -e "$stamp" ] && return
+  [ -x .venv/bin/pip ] || python3 -m venv .venv
+  install_torch
+  rm -f .venv/torch-*
+  touch "$stamp"
+}
+
+if [ "${1:-}" = --tools ]; then
+  shift
+  ensure_packages "$(for tool in "$@"; do missing_commands "$tool:$tool"; done)" ""
+else
+  ensure_packages "$(missing_required)" "$(missing_optional)"
+  ensure_torch
+fi

@@ -1,0 +1,141 @@
+#include "base/env.h"
+
+#include <algorithm>
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+
+#include "base/check.h"
+#include "base/format.h"
+
+namespace fsdp::env {
+namespace {
+
+[[noreturn]] void fail_malformed(const char* name, const std::string& value, const std::string& expected) {
+  fail("[environment] ", name, " should be ", expected, ", but is \"", value, "\". Correct it or unset it.");
+}
+
+std::string lower(std::string text) {
+  std::transform(text.begin(), text.end(), text.begin(), [](unsigned char c) { return std::tolower(c); });
+  return text;
+}
+
+// The number that all of `text` spells, or nullopt.
+template <typename Number>
+std::optional<Number> parse(std::string_view text) {
+  Number number{};
+  auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  bool whole = error == std::errc() && end == text.data() + text.size();
+  return whole ? std::optional(number) : std::nullopt;
+}
+
+// How far a size's unit shifts its number: "", "k", "mib", ...; -1 if it is no unit.
+int unit_shift(std::string_view unit) {
+  if (unit.empty() || unit == "b") {
+    return 0;
+  }
+  constexpr std::string_view kPrefixes = "kmgt";
+  size_t position = kPrefixes.find(unit.front());
+  std::string_view rest = unit.substr(1);
+  bool known = position != std::string_view::npos && (rest.empty() || rest == "b" || rest == "ib");
+  return known ? 10 * (static_cast<int>(position) + 1) : -1;
+}
+
+std::string range_text(int64_t min, int64_t max) {
+  bool below = min == std::numeric_limits<int64_t>::min();
+  bool above = max == std::numeric_limits<int64_t>::max();
+  if (below && above) {
+    return "a whole number";
+  }
+  if (above) {
+    return c10::str("a whole number of at least ", min);
+  }
+  return below ? c10::str("a whole number of at most ", max) : c10::str("a whole number from ", min, " to ", max);
+}
+
+} // namespace
+
+std::optional<std::string> string(const char* name) {
+  const char* value = std::getenv(name);
+  return value && *value ? std::optional<std::string>(value) : std::nullopt;
+}
+
+std::optional<int64_t> integer(const char* name, int64_t min, int64_t max) {
+  auto text = string(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  auto number = parse<int64_t>(*text);
+  if (!number || *number < min || *number > max) {
+    fail_malformed(name, *text, range_text(min, max));
+  }
+  return number;
+}
+
+std::optional<bool> flag(const char* name) {
+  auto text = string(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  std::string word = lower(*text);
+  if (word == "1" || word == "true" || word == "on" || word == "yes") {
+    return true;
+  }
+  if (word == "0" || word == "false" || word == "off" || word == "no") {
+    return false;
+  }
+  fail_malformed(name, *text, "1 or 0 (or true, on, yes; false, off, no)");
+}
+
+std::optional<std::chrono::milliseconds> seconds(const char* name) {
+  auto text = string(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  constexpr double kLongest = 1e9;
+  auto number = parse<double>(*text);
+  if (!number || !(*number > 0) || *number > kLongest) {
+    fail_malformed(name, *text, "a positive number of seconds");
+  }
+  return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(*number * 1000)));
+}
+
+std::optional<int64_t> bytes(const char* name) {
+  auto text = string(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  size_t digits = std::min(text->find_first_not_of("0123456789"), text->size());
+  auto number = parse<int64_t>(std::string_view(*text).substr(0, digits));
+  int shift = unit_shift(lower(text->substr(digits)));
+  if (!number || shift < 0 || *number > (std::numeric_limits<int64_t>::max() >> shift)) {
+    fail_malformed(name, *text, "a size such as 4096, 512K, 64M or 2G");
+  }
+  return *number << shift;
+}
+
+std::optional<size_t> choice(const char* name, std::initializer_list<std::string_view> choices) {
+  auto text = string(name);
+  if (!text) {
+    return std::nullopt;
+  }
+  auto found = std::find(choices.begin(), choices.end(), lower(*text));
+  if (found == choices.end()) {
+    fail_malformed(name, *text, "one of " + join(choices));
+  }
+  return found - choices.begin();
+}
+
+std::string required_string(const char* name, std::string_view operation) {
+  auto value = string(name);
+  FSDP_CHECK(value, "[", operation, "] the environment variable ", name, " is needed, but is not set. Set it.");
+  return *value;
+}
+
+int64_t required_integer(const char* name, std::string_view operation, int64_t min, int64_t max) {
+  required_string(name, operation);
+  return *integer(name, min, max);
+}
+
+} // namespace fsdp::env

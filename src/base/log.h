@@ -1,0 +1,57 @@
+#pragma once
+
+#include <string>
+#include <string_view>
+
+#include <c10/util/StringUtil.h>
+
+/// Lines on stderr: `[libfsdp rank 3] warning: ...`. FSDP_LOG chooses the least important level that is written: error,
+/// warn (the default), info or debug. Never throws for a bad FSDP_LOG. Thread safe; a line is written in one piece.
+namespace fsdp::log {
+
+enum class Level { kError, kWarn, kInfo, kDebug };
+
+/// What to write from now on. Without a call, what FSDP_LOG says when the first line is due.
+void set_level(Level level);
+bool enabled(Level level);
+
+/// This process's rank, for the prefix. Before the call, lines have no rank.
+void set_rank(int rank);
+/// Where ranks are threads: the calling thread's rank, which goes before the process's; -1 takes it back.
+void set_thread_rank(int rank);
+
+/// Writes a line whatever the level. Prefer the functions below.
+void write(Level level, std::string_view message);
+
+template <typename... Parts>
+void error(const Parts&... parts) {
+  if (enabled(Level::kError)) {
+    write(Level::kError, c10::str(parts...));
+  }
+}
+
+template <typename... Parts>
+void warn(const Parts&... parts) {
+  if (enabled(Level::kWarn)) {
+    write(Level::kWarn, c10::str(parts...));
+  }
+}
+
+template <typename... Parts>
+void info(const Parts&... parts) {
+  if (enabled(Level::kInfo)) {
+    write(Level::kInfo, c10::str(parts...));
+  }
+}
+
+template <typename... Parts>
+void debug(const Parts&... parts) {
+  if (enabled(Level::kDebug)) {
+    write(Level::kDebug, c10::str(parts...));
+  }
+}
+
+/// A warning that each process writes at most once for the same text.
+void warn_once(const std::string& message);
+
+} // namespace fsdp::log

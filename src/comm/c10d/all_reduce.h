@@ -1,0 +1,15 @@
+#pragma once
+
+#include <memory>
+
+#include <fsdp/group.h>
+
+#include "comm/c10d/channel.h"
+
+namespace fsdp::adapter {
+
+/// Starts an all-reduce in place.
+std::unique_ptr<Work> start_all_reduce(
+    std::shared_ptr<Channel> channel, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
+
+} // namespace fsdp::adapter

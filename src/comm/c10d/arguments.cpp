@@ -1,0 +1,102 @@
+#include "comm/c10d/arguments.h"
+
+#include "base/check.h"
+
+namespace fsdp::adapter {
+namespace {
+
+void check_chunk(int64_t numel, int64_t chunk, size_t index, int size, const Label& label) {
+  FSDP_CHECK(
+      numel >= 0 && chunk >= 0 && chunk * size >= numel,
+      "[",
+      label.operation,
+      "] expected chunks that cover the whole tensor on ",
+      size,
+      " ranks, but tensor ",
+      index,
+      " has ",
+      numel,
+      " elements and chunks of ",
+      chunk,
+      "; use at least its size divided by the ranks, rounded up");
+}
+
+} // namespace
+
+void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label) {
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    check_chunk(pieces[i].numel, pieces[i].chunk, i, size, label);
+  }
+}
+
+void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const Label& label) {
+  const size_t count = args.wholes.size();
+  FSDP_CHECK(
+      args.chunks.size() == count && args.slices.size() == count,
+      "[",
+      label.operation,
+      "] expected one chunk and one slice for each of ",
+      count,
+      " tensors, got ",
+      args.chunks.size(),
+      " chunks and ",
+      args.slices.size(),
+      " slices");
+  for (size_t i = 0; i < count; ++i) {
+    const at::Tensor& whole = args.wholes[i];
+    const at::Tensor& slice = args.slices[i];
+    check_chunk(whole.numel(), args.chunks[i], i, size, label);
+    check_contiguous(whole, label);
+    check_contiguous(slice, label);
+    const Piece piece{whole.numel(), args.chunks[i], whole.scalar_type(), whole.scalar_type()};
+    FSDP_CHECK(
+        slice.numel() == piece.length(rank),
+        "[",
+        label.operation,
+        "] expected a slice of ",
+        piece.length(rank),
+        " elements for tensor ",
+        i,
+        ", got ",
+        slice.numel());
+    FSDP_CHECK(
+        whole.scalar_type() == args.wholes[0].scalar_type() && slice.scalar_type() == whole.scalar_type(),
+        "[",
+        label.operation,
+        "] expected tensors and slices of one dtype, got ",
+        args.wholes[0].scalar_type(),
+        ", ",
+        whole.scalar_type(),
+        " and ",
+        slice.scalar_type(),
+        "; reduce each dtype by itself");
+    FSDP_CHECK(
+        whole.device() == args.wholes[0].device() && slice.device() == whole.device(),
+        "[",
+        label.operation,
+        "] expected tensors and slices on one device, got ",
+        args.wholes[0].device(),
+        ", ",
+        whole.device(),
+        " and ",
+        slice.device());
+  }
+}
+
+void check_contiguous(const at::Tensor& tensor, const Label& label) {
+  FSDP_CHECK(
+      tensor.is_contiguous(),
+      "[",
+      label.operation,
+      "] expected a contiguous tensor, got strides ",
+      tensor.strides(),
+      " for sizes ",
+      tensor.sizes(),
+      "; call contiguous()");
+}
+
+void check_root(int root, int size, const Label& label) {
+  FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
+}
+
+} // namespace fsdp::adapter

@@ -1,0 +1,16 @@
+#pragma once
+
+#include <vector>
+
+#include <fsdp/group.h>
+
+namespace fsdp::adapter {
+
+/// Errors for arguments that no collective can be started with. Every rank finds them by itself, before anything is
+/// sent.
+void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label);
+void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const Label& label);
+void check_contiguous(const at::Tensor& tensor, const Label& label);
+void check_root(int root, int size, const Label& label);
+
+} // namespace fsdp::adapter

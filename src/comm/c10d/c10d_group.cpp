@@ -1,0 +1,178 @@
+#include "comm/c10d/c10d_group.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "base/check.h"
+#include "base/env.h"
+#include "comm/c10d/all_reduce.h"
+#include "comm/c10d/arguments.h"
+#include "comm/c10d/private_home.h"
+#include "comm/c10d/reduce_scatter.h"
+
+namespace fsdp {
+namespace {
+
+using adapter::Channel;
+using adapter::Collectives;
+
+constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
+
+Channel::Options channel_options(const C10dOptions& options) {
+  return {
+      .timeout = options.timeout, .check_order = options.check_order || env::flag("FSDP_CHECK_ORDER").value_or(false)};
+}
+
+std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
+  try {
+    return group.getDefaultBackend()->getBackendOptions()->timeout;
+  } catch (const c10::Error&) {
+    return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout); // the backend does not say
+  }
+}
+
+at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device device) {
+  at::Tensor tensor = at::zeros({padded}, at::kByte);
+  std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
+  return tensor.to(device);
+}
+
+std::vector<int> ranks_of_color(const std::vector<std::string>& colors, const std::string& color) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < colors.size(); ++rank) {
+    if (colors[rank] == color) {
+      ranks.push_back(static_cast<int>(rank));
+    }
+  }
+  return ranks;
+}
+
+} // namespace
+
+std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
+  FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
+  const auto timeout = timeout_of(*process_group);
+  return c10d_group(std::move(process_group), {.timeout = timeout});
+}
+
+std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options) {
+  return std::make_shared<C10dGroup>(std::move(process_group), options);
+}
+
+void set_check_order(Group& group, bool check) {
+  if (auto* c10d = dynamic_cast<C10dGroup*>(&group)) {
+    c10d->set_check_order(check);
+  }
+}
+
+std::optional<c10::Device> c10d_device(const Group& group) {
+  const auto* c10d = dynamic_cast<const C10dGroup*>(&group);
+  return c10d ? std::optional(c10d->device()) : std::nullopt;
+}
+
+C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
+    : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
+      channel_(std::make_shared<Channel>(process_group, channel_options(options))),
+      options_(options) {}
+
+std::shared_ptr<Home> C10dGroup::make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
+  channel_->require_device(options.device, label);
+  adapter::check_pieces(pieces, size(), label);
+  return std::make_shared<adapter::PrivateHome>(channel_, std::move(pieces), options);
+}
+
+std::unique_ptr<Work> C10dGroup::reduce_scatter(ReduceScatter args, const Label& label) {
+  adapter::check_reduce_scatter(args, rank(), size(), label);
+  return adapter::start_reduce_scatter(channel_, std::move(args), label);
+}
+
+std::unique_ptr<Work> C10dGroup::all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
+  adapter::check_contiguous(tensor, label);
+  return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
+}
+
+void C10dGroup::broadcast(at::Tensor tensor, int root, const Label& label) {
+  adapter::check_root(root, size(), label);
+  adapter::check_contiguous(tensor, label);
+  if (tensor.numel() == 0) {
+    return;
+  }
+  // As bytes: any dtype can be copied, not every backend knows every dtype.
+  const at::Tensor bytes = tensor.detach().view({-1}).view(at::kByte);
+  channel_->run(
+      label, "broadcast", tensor.device(), bytes.numel(), [&](Collectives& c) { return c.broadcast(bytes, root); });
+}
+
+void C10dGroup::barrier(const Label& label) {
+  const c10::Device device = channel_->control_device();
+  channel_->run(label, "barrier", device, 0, [&](Collectives& c) { return c.barrier(device); });
+}
+
+std::vector<std::string> C10dGroup::exchange(const std::string& bytes, const Label& label) {
+  const c10::Device device = channel_->control_device();
+  const auto gather = [&](const at::Tensor& mine) {
+    at::Tensor all = mine.new_empty({size() * mine.numel()});
+    channel_->run(label, "exchange", device, mine.nbytes(), [&](Collectives& c) { return c.all_gather(all, mine); });
+    return all.cpu();
+  };
+  const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));
+  const int64_t longest = sizes.max().item<int64_t>();
+  std::vector<std::string> result(size());
+  if (longest == 0) {
+    return result;
+  }
+  const at::Tensor all = gather(bytes_tensor(bytes, longest, device));
+  const char* from = static_cast<const char*>(all.const_data_ptr());
+  for (int rank = 0; rank < size(); ++rank) {
+    result[rank].assign(from + rank * longest, sizes[rank].item<int64_t>());
+  }
+  return result;
+}
+
+std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
+  const auto members = ranks_of_color(exchange(std::to_string(color), label), std::to_string(color));
+  ++splits_;
+  if (members.size() == 1) {
+    return group_of_one();
+  }
+  return c10d_group(split_process_group(members, label), options_);
+}
+
+ProcessGroupPtr C10dGroup::split_process_group(const std::vector<int>& members, const Label& label) {
+  const auto& parent = channel_->process_group();
+  if (options_.make_process_group) {
+    const auto prefix = c10::str("split/", splits_, "/", members.front());
+    const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
+    const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, parent->getStore());
+    return options_.make_process_group(store, static_cast<int>(index), static_cast<int>(members.size()));
+  }
+  try {
+    return parent->splitGroup(
+        members,
+        options_.timeout,
+        std::nullopt,
+        c10::str("libfsdp/", parent->getGroupName(), "/", splits_, "/", members.front()),
+        std::nullopt);
+  } catch (const std::exception& error) {
+    fail(
+        "[",
+        label.operation,
+        "] expected a process group that can be split, but the ",
+        name(),
+        " group cannot: ",
+        adapter::message_of(error),
+        "; make one process group per mesh dimension and use Mesh::from_groups");
+  }
+}
+
+void C10dGroup::abort(const std::string& reason) {
+  channel_->abort(reason);
+}
+
+} // namespace fsdp

@@ -1,0 +1,251 @@
+#include "comm/c10d/channel.h"
+
+#include <algorithm>
+#include <utility>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "base/check.h"
+#include "base/format.h"
+#include "base/log.h"
+#include "comm/c10d/order_check.h"
+
+namespace fsdp::adapter {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+// The backend has the same timeout and knows better what it waited for, so it gets the chance to say so first.
+constexpr milliseconds kMostGrace{1000};
+// Longer waits are told to the other ranks, and interrupted when one of them gives up.
+constexpr milliseconds kSlice{1000};
+
+c10::Device with_index(c10::Device device) {
+  return device.is_cpu() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
+}
+
+bool serves(const c10d::ProcessGroup& group, c10::DeviceType type) {
+  const auto devices = group.getDeviceTypes();
+  // A process group written in Python registers no backends; it may serve anything.
+  return devices.empty() || std::any_of(devices.begin(), devices.end(), [&](auto d) { return d.type() == type; });
+}
+
+c10::Device find_control_device(const c10d::ProcessGroup& group) {
+  return serves(group, c10::kCPU) ? c10::Device(c10::kCPU) : with_index(group.getDeviceTypes().front());
+}
+
+c10::intrusive_ptr<c10d::Store> board_store(const c10d::ProcessGroup& group) {
+  const auto store = group.getStore();
+  if (!store) {
+    return store;
+  }
+  return c10::make_intrusive<c10d::PrefixStore>("libfsdp", store);
+}
+
+/// "unshard of 'blocks.3'"
+std::string name_of(const CollectiveId& id) {
+  const std::string unit = id.label.unit.empty() ? "" : " of '" + id.label.unit + "'";
+  return id.label.operation + unit;
+}
+
+} // namespace
+
+std::string backend_name(const c10d::ProcessGroup& group) {
+  const std::string name = group.getBackendName();
+  return name == "undefined" || name == "custom" ? "c10d" : name;
+}
+
+c10::Device training_device(const c10d::ProcessGroup& process_group) {
+  for (const c10::Device device : process_group.getDeviceTypes()) {
+    if (!device.is_cpu()) {
+      return with_index(device);
+    }
+  }
+  return c10::kCPU;
+}
+
+Pending::Pending(std::shared_ptr<Channel> channel, CollectiveId id, c10::Device device, Works works)
+    : channel_(std::move(channel)), id_(std::move(id)), device_(device), works_(std::move(works)) {}
+
+bool Pending::done() const {
+  return !channel_ || std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+}
+
+void Pending::finish() {
+  if (const auto channel = std::exchange(channel_, nullptr)) {
+    wait_for_works(*channel);
+    works_.clear();
+  }
+}
+
+void Pending::block_current_stream() {
+  if (device_.is_cpu()) {
+    finish();
+  } else if (channel_) {
+    wait_for_works(*channel_);
+  }
+}
+
+void Pending::wait_for_works(Channel& channel) {
+  channel.throw_if_failed(id_);
+  for (const auto& work : works_) {
+    channel.wait(*work, id_, device_);
+  }
+}
+
+Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options)
+    : process_group_(std::move(process_group)),
+      rank_(process_group_->getRank()),
+      size_(process_group_->getSize()),
+      name_(backend_name(*process_group_)),
+      timeout_(options.timeout),
+      control_device_(find_control_device(*process_group_)),
+      collectives_(process_group_, timeout_),
+      board_(board_store(*process_group_), rank_, size_),
+      check_order_(options.check_order) {}
+
+Channel::~Channel() = default;
+
+void Channel::require_device(c10::Device device, const Label& label) const {
+  FSDP_CHECK(
+      serves(*process_group_, device.type()),
+      "[",
+      label.operation,
+      "] expected a process group that serves ",
+      device,
+      ", but the ",
+      name_,
+      " group of this mesh serves ",
+      join(process_group_->getDeviceTypes()),
+      "; make the mesh from a group for that device, or keep the model on one of these");
+}
+
+Pending Channel::start(
+    const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start) {
+  const CollectiveId id{label, collective, started_++};
+  throw_if_failed(id);
+  check_order(id, bytes);
+  try {
+    return {shared_from_this(), id, device, start(collectives_)};
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    fail_and_ask(id, message_of(error));
+  }
+}
+
+void Channel::run(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start) {
+  this->start(label, collective, device, bytes, start).finish();
+}
+
+void Channel::check_order(const CollectiveId& id, int64_t bytes) {
+  if (!check_order_) {
+    return;
+  }
+  const OrderRecord mine{id.number, id.collective, id.label, bytes};
+  const at::Tensor sent = mine.to_tensor(control_device_);
+  const at::Tensor received = sent.new_empty({size_ * sent.numel()});
+  Pending(
+      shared_from_this(),
+      {id.label, "order check", id.number},
+      control_device_,
+      collectives_.all_gather(received, sent))
+      .finish();
+  const std::string mismatch = find_mismatch(received.cpu(), rank_, size_);
+  if (!mismatch.empty()) {
+    fail(id, mismatch);
+  }
+}
+
+void Channel::wait(c10d::Work& work, const CollectiveId& id, c10::Device device) {
+  if (device.is_cpu()) {
+    wait_on_host(work, id);
+    return;
+  }
+  try {
+    work.wait(); // only the stream waits; the backend's own watchdog keeps the time
+  } catch (const std::exception& error) {
+    fail_and_ask(id, message_of(error));
+  }
+}
+
+void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
+  const auto deadline = Clock::now() + timeout_ + std::min(kMostGrace, timeout_ / 2);
+  const auto longest = std::min(kSlice, timeout_ / 4);
+  while (true) {
+    const auto begin = Clock::now();
+    const auto left = std::chrono::ceil<milliseconds>(deadline - begin);
+    const auto slice = std::max(milliseconds(1), std::min(left, longest));
+    try {
+      work.wait(slice);
+      board_.stop_listening();
+      return;
+    } catch (const std::exception& error) {
+      // c10d throws for the end of a slice as for a failure; a failure ends the work, or comes before the slice is
+      // over.
+      if (work.isCompleted() || Clock::now() < begin + slice) {
+        fail_and_ask(id, message_of(error));
+      }
+    }
+    if (const auto reason = board_.heard()) {
+      fail(id, *reason);
+    }
+    if (Clock::now() >= deadline) {
+      fail_and_ask(id, c10::str("it took longer than ", timeout_.count() / 1000.0, " s"));
+    }
+    board_.wait_at({id.number, name_of(id)});
+  }
+}
+
+std::string Channel::describe(const CollectiveId& id) const {
+  const std::string unit = id.label.unit.empty() ? "" : " of unit '" + id.label.unit + "'";
+  return c10::str(
+      "[",
+      id.label.operation,
+      "] rank ",
+      rank_,
+      " of ",
+      size_,
+      " could not finish the ",
+      id.collective,
+      unit,
+      " over ",
+      name_);
+}
+
+void Channel::throw_if_failed(const CollectiveId& id) const {
+  if (!failure_.empty()) {
+    throw CommError(c10::str(describe(id), ": the group has failed before: ", failure_));
+  }
+}
+
+void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
+  const std::string others = board_.ask({id.number, name_of(id)});
+  fail(id, others.empty() ? reason : c10::str(reason, "; ", others));
+}
+
+void Channel::fail(const CollectiveId& id, const std::string& reason) {
+  const std::string message =
+      c10::str(describe(id), ": ", reason, "; a failed job has to be started again on all ranks");
+  abort(message);
+  throw CommError(message);
+}
+
+void Channel::abort(const std::string& reason) {
+  if (!failure_.empty()) {
+    return;
+  }
+  failure_ = reason;
+  board_.announce(reason);
+  board_.stop_listening();
+  try {
+    process_group_->abort();
+  } catch (const std::exception& error) {
+    log::debug("the ", name_, " backend could not be aborted: ", message_of(error));
+  }
+}
+
+} // namespace fsdp::adapter

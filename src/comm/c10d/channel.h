@@ -1,0 +1,129 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include <fsdp/group.h>
+
+#include "comm/c10d/buffer_pool.h"
+#include "comm/c10d/collectives.h"
+#include "comm/c10d/notice_board.h"
+
+namespace fsdp::adapter {
+
+class Channel;
+
+/// One collective among all of a group.
+struct CollectiveId {
+  Label label{};
+  const char* collective = ""; ///< a literal: "all-gather", ...
+  int64_t number = 0; ///< the same on all ranks that are in step
+};
+
+/// A collective that was started and has to be waited for once. Move only.
+class Pending {
+ public:
+  Pending() = default;
+  Pending(std::shared_ptr<Channel> channel, CollectiveId id, c10::Device device, Works works);
+
+  /// True when `finish` would not block.
+  bool done() const;
+  /// Waits for the result on the current stream; throws `CommError`. Does nothing the second time.
+  void finish();
+  /// Work queued on the current stream from now on comes after the collective; the host waits only if that is where it
+  /// runs.
+  void block_current_stream();
+
+ private:
+  void wait_for_works(Channel& channel);
+
+  std::shared_ptr<Channel> channel_; // null once finished
+  CollectiveId id_;
+  c10::Device device_ = c10::kCPU;
+  Works works_;
+};
+
+/// A c10d process group with our timeouts and our errors, shared by a group and its homes and works. Once a collective
+/// failed, all later ones fail at once with the same reason. Not thread safe.
+class Channel : public std::enable_shared_from_this<Channel> {
+ public:
+  struct Options {
+    std::chrono::milliseconds timeout;
+    bool check_order = false;
+  };
+
+  Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options);
+  ~Channel();
+
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return size_;
+  }
+  const std::string& name() const {
+    return name_;
+  }
+  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
+    return process_group_;
+  }
+  std::chrono::milliseconds timeout() const {
+    return timeout_;
+  }
+  BufferPool& pool() {
+    return pool_;
+  }
+
+  /// Where tensors for small messages have to lie.
+  c10::Device control_device() const {
+    return control_device_;
+  }
+  /// Error unless the backend can send from `device`.
+  void require_device(c10::Device device, const Label& label) const;
+
+  void set_check_order(bool check) {
+    check_order_ = check;
+  }
+
+  /// Starts a collective; `bytes` is what all ranks have to agree on.
+  using Start = std::function<Works(Collectives&)>;
+  Pending start(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
+  void run(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
+
+  /// Marks the channel failed and tells the other ranks.
+  void abort(const std::string& reason);
+
+ private:
+  friend class Pending;
+
+  void throw_if_failed(const CollectiveId& id) const;
+  void check_order(const CollectiveId& id, int64_t bytes);
+  void wait(c10d::Work& work, const CollectiveId& id, c10::Device device);
+  void wait_on_host(c10d::Work& work, const CollectiveId& id);
+  [[noreturn]] void fail(const CollectiveId& id, const std::string& reason);
+  [[noreturn]] void fail_and_ask(const CollectiveId& id, const std::string& reason);
+  std::string describe(const CollectiveId& id) const;
+
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  int rank_;
+  int size_;
+  std::string name_;
+  std::chrono::milliseconds timeout_;
+  c10::Device control_device_;
+  Collectives collectives_;
+  BufferPool pool_;
+  NoticeBoard board_;
+  bool check_order_;
+  int64_t started_ = 0; // collectives so far
+  std::string failure_; // empty while all is well
+};
+
+/// For errors: "gloo", "nccl", ..., or "c10d" for what has no name of its own.
+std::string backend_name(const c10d::ProcessGroup& process_group);
+/// Where a process group wants its tensors: its device other than the CPU if it has one.
+c10::Device training_device(const c10d::ProcessGroup& process_group);
+
+} // namespace fsdp::adapter

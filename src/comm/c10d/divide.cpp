@@ -1,0 +1,42 @@
+#include "comm/c10d/divide.h"
+
+#include <cmath>
+
+#include <ATen/ops/_foreach_div.h>
+#include <ATen/ops/div.h>
+#include <c10/core/ScalarType.h>
+
+namespace fsdp::adapter {
+
+Division::Division(double divide_by, c10::ScalarType dtype, bool sum_may_overflow) : after(divide_by) {
+  if (sum_may_overflow && dtype == at::kHalf && divide_by > 1) {
+    before = std::exp2(std::floor(std::log2(divide_by) / 2));
+    after = divide_by / before;
+  }
+}
+
+void divide_(const at::Tensor& tensor, double by) {
+  if (by == 1) {
+    return;
+  }
+  if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+    tensor.div_(by, "trunc");
+  } else {
+    tensor.div_(by);
+  }
+}
+
+void divide_(const std::vector<at::Tensor>& tensors, double by) {
+  if (by == 1 || tensors.empty()) {
+    return;
+  }
+  if (c10::isFloatingType(tensors.front().scalar_type())) {
+    at::_foreach_div_(tensors, by);
+    return;
+  }
+  for (const at::Tensor& tensor : tensors) {
+    divide_(tensor, by);
+  }
+}
+
+} // namespace fsdp::adapter

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+
+#include <fsdp/group.h>
+
+namespace c10d {
+class Store;
+}
+
+namespace fsdp {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+/// What it takes to make a process group of some backend: a store of its own, this rank, and the number of ranks.
+using MakeProcessGroup = std::function<ProcessGroupPtr(StorePtr store, int rank, int size)>;
+
+struct C10dOptions {
+  std::chrono::milliseconds timeout;
+  /// Compare what the ranks are about to do before each collective. FSDP_CHECK_ORDER=1 turns it on as well.
+  bool check_order = false;
+  /// Makes the groups that `split` returns; without it the backend has to know how to split itself.
+  MakeProcessGroup make_process_group = nullptr;
+};
+
+std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);
+
+/// Turns the order check on or off, on all ranks of the group; nothing for groups that are not c10d's.
+void set_check_order(Group& group, bool check);
+
+/// The device whose tensors the group moves, if it is one of c10d's.
+std::optional<c10::Device> c10d_device(const Group& group);
+
+} // namespace fsdp

@@ -1,0 +1,42 @@
+#include "comm/c10d/nccl.h"
+
+#ifndef USE_C10D_NCCL
+#define USE_C10D_NCCL
+#endif
+
+#include <utility>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+namespace fsdp {
+namespace {
+
+using Nccl = c10d::ProcessGroupNCCL;
+
+ProcessGroupPtr make_nccl(StorePtr store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout) {
+  const auto options = Nccl::Options::create();
+  options->timeout = timeout;
+  const auto backend = c10::make_intrusive<Nccl>(store, rank, size, options);
+  auto group = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
+  group->setBoundDeviceId(device);
+  group->setBackend(device.type(), c10d::ProcessGroup::NCCL, backend);
+  group->setDefaultBackend(c10d::ProcessGroup::NCCL);
+  return group;
+}
+
+} // namespace
+
+bool nccl_available() {
+  return true;
+}
+
+std::shared_ptr<Group> nccl_group(
+    StorePtr store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout) {
+  const MakeProcessGroup make = [device, timeout](StorePtr own_store, int own_rank, int count) {
+    return make_nccl(std::move(own_store), own_rank, count, device, timeout);
+  };
+  return c10d_group(make(std::move(store), rank, size), {.timeout = timeout, .make_process_group = make});
+}
+
+} // namespace fsdp

@@ -1,0 +1,173 @@
+#include "comm/c10d/notice_board.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <exception>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include <c10/util/StringUtil.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/format.h"
+
+namespace fsdp::adapter {
+namespace {
+
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Place = NoticeBoard::Place;
+
+constexpr auto kPoll = std::chrono::milliseconds(200);
+constexpr auto kAnswerLimit = std::chrono::seconds(1);
+const std::string kAborted = "aborted";
+
+/// A flag that one thread raises and another waits for.
+class Flag {
+ public:
+  void raise() {
+    const std::scoped_lock lock(mutex_);
+    raised_ = true;
+    changed_.notify_all();
+  }
+
+  bool wait_for(std::chrono::milliseconds limit) {
+    std::unique_lock lock(mutex_);
+    return changed_.wait_for(lock, limit, [&] { return raised_; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool raised_ = false;
+};
+
+std::string place_key(int rank) {
+  return c10::str("waits/", rank);
+}
+
+/// Runs `talk` on a thread of its own and returns what it said within the limit.
+std::string within_limit(std::function<std::string()> talk) {
+  struct Answer {
+    Flag given;
+    std::string text;
+  };
+  const auto answer = std::make_shared<Answer>();
+  std::thread([answer, talk = std::move(talk)] {
+    try {
+      answer->text = talk();
+    } catch (const std::exception&) {
+      // The store is gone. There is nothing to say.
+    }
+    answer->given.raise();
+  }).detach();
+  return answer->given.wait_for(kAnswerLimit) ? answer->text : "";
+}
+
+/// "rank 1 has not come to it", "rank 2 is in unshard of 'head'", or nothing for a rank that waits for the same.
+std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
+  const std::string key = place_key(rank);
+  const std::string text = store.check({key}) ? store.get_to_str(key) : "";
+  const size_t space = text.find(' ');
+  const int64_t number = space == std::string::npos ? -1 : std::stoll(text.substr(0, space));
+  const std::string name = space == std::string::npos ? "" : text.substr(space + 1);
+  if (number < place.number) {
+    return c10::str("rank ", rank, " has not come to it");
+  }
+  return name == place.name ? "" : c10::str("rank ", rank, " is in ", name);
+}
+
+} // namespace
+
+struct NoticeBoard::Listener {
+  Flag stop;
+  mutable std::mutex mutex;
+  std::optional<std::string> reason;
+
+  void run(const StorePtr& store, const std::string& key, const std::string& place) {
+    try {
+      store->set(key, place);
+      do {
+        if (store->check({kAborted})) {
+          hear(store->get_to_str(kAborted));
+          return;
+        }
+      } while (!stop.wait_for(kPoll));
+    } catch (const std::exception&) {
+      hear("the process that serves the rendezvous store cannot be reached any more");
+    }
+  }
+
+  void hear(std::string text) {
+    const std::scoped_lock lock(mutex);
+    reason = std::move(text);
+  }
+};
+
+NoticeBoard::NoticeBoard(StorePtr store, int rank, int size) : store_(std::move(store)), rank_(rank), size_(size) {}
+
+NoticeBoard::~NoticeBoard() {
+  stop_listening();
+}
+
+void NoticeBoard::announce(const std::string& reason) {
+  if (!store_ || std::exchange(announced_, true)) {
+    return;
+  }
+  within_limit([store = store_, text = c10::str("rank ", rank_, " gave up: ", reason)] {
+    if (!store->check({kAborted})) {
+      store->set(kAborted, text);
+    }
+    return "";
+  });
+}
+
+void NoticeBoard::wait_at(const Place& place) {
+  if (!store_ || listener_) {
+    return;
+  }
+  listener_ = std::make_shared<Listener>();
+  std::thread([listener = listener_,
+               store = store_,
+               key = place_key(rank_),
+               text = c10::str(place.number, " ", place.name)] {
+    listener->run(store, key, text);
+  }).detach();
+}
+
+std::optional<std::string> NoticeBoard::heard() const {
+  if (!listener_) {
+    return std::nullopt;
+  }
+  const std::scoped_lock lock(listener_->mutex);
+  return listener_->reason;
+}
+
+void NoticeBoard::stop_listening() {
+  if (listener_) {
+    listener_->stop.raise();
+    listener_.reset();
+  }
+}
+
+std::string NoticeBoard::ask(const Place& place) const {
+  if (!store_) {
+    return "";
+  }
+  return within_limit([store = store_, rank = rank_, size = size_, place]() -> std::string {
+    if (store->check({kAborted})) {
+      return store->get_to_str(kAborted);
+    }
+    std::vector<std::string> others;
+    for (int other = 0; other < size; ++other) {
+      if (const auto text = other == rank ? "" : whereabouts(*store, other, place); !text.empty()) {
+        others.push_back(text);
+      }
+    }
+    return join(others);
+  });
+}
+
+} // namespace fsdp::adapter

@@ -1,0 +1,251 @@
+#include "comm/c10d/private_home.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/split_with_sizes_copy.h>
+#include <ATen/ops/zeros.h>
+#include <c10/core/GradMode.h>
+
+#include "base/log.h"
+#include "comm/c10d/copy_each.h"
+
+namespace fsdp::adapter {
+namespace {
+
+// One flat all-gather and a copy-out, or one all-gather for each piece straight into its memory? A piece's collective
+// costs a fixed time, the copy-out a time that grows with the bytes; see [Note: direct gathers].
+constexpr int64_t kDirectSliceBytes = 256 * 1024;
+constexpr size_t kDirectPieces = 16;
+
+at::Tensor pinned_bytes(int64_t bytes) {
+  try {
+    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+  } catch (const std::exception& error) {
+    log::warn_once(
+        std::string("no page-locked memory for offloaded shards, copies to the device block: ") + error.what());
+    return at::zeros({bytes}, at::kByte);
+  }
+}
+
+at::Tensor slice_memory(int64_t bytes, const HomeOptions& options) {
+  if (!options.offload || options.device.is_cpu()) {
+    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(options.device));
+  }
+  return options.pin_memory ? pinned_bytes(bytes) : at::zeros({bytes}, at::kByte);
+}
+
+char* address(const at::Tensor& memory) {
+  return static_cast<char*>(memory.data_ptr());
+}
+
+} // namespace
+
+/// What does not change from one gather to the next.
+struct PrivateHome::Plan {
+  Plan(std::vector<Piece> all_pieces, int ranks, c10::Device where)
+      : pieces(std::move(all_pieces)),
+        size(ranks),
+        device(where),
+        stored(pieces, PieceDtype::kStored),
+        sent(pieces, PieceDtype::kGathered),
+        wholes(pieces, ranks),
+        casts(std::any_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.stored != p.gathered; })),
+        direct(gathers_directly()) {}
+
+  std::vector<Piece> pieces;
+  int size;
+  c10::Device device; // where gathered pieces are read
+  Payload stored;
+  Payload sent;
+  WholePieces wholes;
+  bool casts;
+  bool direct;
+
+ private:
+  // [Note: direct gathers] Measured with Gloo on 2 ranks (tests/comm/c10d_gather_bench.cpp): from slices of 256 KiB the
+  // copy-out costs more than another collective. A home of a single piece needs no copy-out in any case. With very many
+  // pieces, a backend that cannot group them would start very many collectives.
+  bool gathers_directly() const {
+    const auto count = sent.order().size();
+    return count == 1 || (count <= kDirectPieces && sent.bytes() >= kDirectSliceBytes * static_cast<int64_t>(count));
+  }
+};
+
+/// All slices of a home, on their way or here.
+class PrivateGathered final : public Gathered {
+ public:
+  using Plan = PrivateHome::Plan;
+
+  PrivateGathered(
+      std::shared_ptr<Channel> channel, std::shared_ptr<const Plan> plan, at::Tensor sent, const Label& label)
+      : channel_(std::move(channel)),
+        plan_(std::move(plan)),
+        stream_(current_stream(plan_->device)),
+        wholes_(channel_->pool().take(plan_->wholes.bytes(), plan_->device)),
+        sent_(std::move(sent)) {
+    if (plan_->sent.bytes() > 0) {
+      pending_ = std::make_shared<Pending>(plan_->direct ? start_direct(label) : start_flat(label));
+    }
+  }
+
+  // Memory of the gather stream is reused on the gather stream, which from here on waits for what the current stream
+  // has queued so far: the last readers of the pieces. No later gather can overwrite what they read.
+  ~PrivateGathered() override {
+    wait_stream(stream_, current_stream(plan_->device));
+    // The backend may still write to the memory of a gather that nobody waited for.
+    if (ready_) {
+      channel_->pool().give_back(std::move(wholes_));
+    }
+  }
+
+  void wait() override {
+    if (ready_) {
+      return;
+    }
+    const Stream reader = current_stream(plan_->device);
+    if (pending_) {
+      const StreamGuard on_gather_stream(stream_);
+      pending_->finish();
+      copy_out();
+    }
+    wait_stream(reader, stream_);
+    ready_ = true;
+  }
+
+  void* piece(size_t index) const override {
+    return address(wholes_) + plan_->wholes.offset(index);
+  }
+
+  int64_t bytes() const override {
+    return plan_->wholes.bytes() + (flat_.defined() ? plan_->sent.bytes() * plan_->size : 0);
+  }
+
+  const std::shared_ptr<Pending>& pending() const {
+    return pending_;
+  }
+
+ private:
+  Pending start_direct(const Label& label) {
+    std::vector<at::Tensor> outputs;
+    std::vector<at::Tensor> inputs;
+    for (const size_t i : plan_->sent.order()) {
+      const int64_t bytes = plan_->sent.slice_bytes(i);
+      outputs.push_back(wholes_.narrow(0, plan_->wholes.offset(i), bytes * plan_->size));
+      inputs.push_back(sent_.narrow(0, plan_->sent.offset(i), bytes));
+    }
+    return start(label, [&](Collectives& c) { return c.all_gather_each(outputs, inputs); });
+  }
+
+  Pending start_flat(const Label& label) {
+    flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
+    // As 8-byte words: MPI counts elements in 32 bits.
+    const at::Tensor output = flat_.narrow(0, 0, plan_->sent.bytes() * plan_->size).view(at::kLong);
+    return start(label, [&](Collectives& c) { return c.all_gather(output, sent_.view(at::kLong)); });
+  }
+
+  Pending start(const Label& label, const Channel::Start& call) {
+    return channel_->start(label, "all-gather", plan_->device, plan_->sent.bytes(), call);
+  }
+
+  void copy_out() {
+    sent_.reset();
+    if (!flat_.defined()) {
+      return;
+    }
+    plan_->device.is_cpu() ? copy_out_on_host() : copy_out_on_device();
+    channel_->pool().give_back(std::exchange(flat_, at::Tensor()));
+  }
+
+  void copy_out_on_host() {
+    for (const size_t i : plan_->sent.order()) {
+      const int64_t bytes = plan_->sent.slice_bytes(i);
+      const char* from = address(flat_) + plan_->sent.offset(i);
+      char* to = address(wholes_) + plan_->wholes.offset(i);
+      for (int rank = 0; rank < plan_->size; ++rank) {
+        std::memcpy(to + rank * bytes, from + rank * plan_->sent.bytes(), bytes);
+      }
+    }
+  }
+
+  // One kernel for all pieces; the gaps between dtypes go to memory that nobody reads.
+  void copy_out_on_device() {
+    std::vector<at::Tensor> outputs;
+    std::vector<int64_t> sizes;
+    int64_t end = 0;
+    const auto skip_to = [&](int64_t begin) {
+      if (begin > end) {
+        outputs.push_back(at::empty({plan_->size, begin - end}, flat_.options()));
+        sizes.push_back(begin - end);
+      }
+    };
+    for (const size_t i : plan_->sent.order()) {
+      const int64_t bytes = plan_->sent.slice_bytes(i);
+      skip_to(plan_->sent.offset(i));
+      outputs.push_back(wholes_.narrow(0, plan_->wholes.offset(i), bytes * plan_->size).view({plan_->size, bytes}));
+      sizes.push_back(bytes);
+      end = plan_->sent.offset(i) + bytes;
+    }
+    skip_to(plan_->sent.bytes());
+    at::split_with_sizes_copy_out(outputs, flat_.view({plan_->size, plan_->sent.bytes()}), sizes, /*dim=*/1);
+  }
+
+  std::shared_ptr<Channel> channel_;
+  std::shared_ptr<const Plan> plan_;
+  Stream stream_; // the stream that was current at the gather: all work on the memory below is queued there
+  at::Tensor wholes_;
+  at::Tensor sent_; // kept until the collective has read it
+  at::Tensor flat_; // every rank's payload, until it is copied out
+  std::shared_ptr<Pending> pending_;
+  bool ready_ = false;
+};
+
+PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
+    : channel_(std::move(channel)),
+      plan_(std::make_shared<Plan>(std::move(pieces), channel_->size(), options.device)),
+      memory_(slice_memory(plan_->stored.bytes(), options)) {}
+
+void* PrivateHome::slice(size_t index) const {
+  return address(memory_) + plan_->stored.offset(index);
+}
+
+// Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.
+void PrivateHome::begin_write(const Label&) {
+  if (const auto reading = reading_.lock()) {
+    reading->block_current_stream();
+  }
+  copied_.synchronize();
+}
+
+std::unique_ptr<Gathered> PrivateHome::gather(const Label& label) {
+  const c10::NoGradGuard no_grad;
+  auto gathered = std::make_unique<PrivateGathered>(channel_, plan_, sendable(), label);
+  reading_ = gathered->pending();
+  return gathered;
+}
+
+at::Tensor PrivateHome::sendable() {
+  at::Tensor sent = memory_;
+  if (memory_.device() != plan_->device) {
+    sent = memory_.to(plan_->device, /*non_blocking=*/true);
+    copied_.record(current_stream(plan_->device));
+  }
+  return plan_->casts ? cast(sent) : sent;
+}
+
+at::Tensor PrivateHome::cast(const at::Tensor& from) const {
+  const at::Tensor to = at::empty({plan_->sent.bytes()}, from.options());
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> targets;
+  for (const size_t i : plan_->sent.order()) {
+    const Piece& piece = plan_->pieces[i];
+    sources.push_back(from.narrow(0, plan_->stored.offset(i), plan_->stored.slice_bytes(i)).view(piece.stored));
+    targets.push_back(to.narrow(0, plan_->sent.offset(i), plan_->sent.slice_bytes(i)).view(piece.gathered));
+  }
+  copy_each(targets, sources);
+  return to;
+}
+
+} // namespace fsdp::adapter

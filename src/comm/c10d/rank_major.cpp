@@ -1,0 +1,100 @@
+#include "comm/c10d/rank_major.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include <ATen/ops/_chunk_cat.h>
+
+#include "comm/c10d/copy_each.h"
+#include "comm/c10d/payload.h"
+
+namespace fsdp::adapter {
+namespace {
+
+constexpr int64_t kSendAlignment = 16;
+
+Piece piece_of(const ReduceScatter& args, size_t i) {
+  const auto dtype = args.wholes[i].scalar_type();
+  return {.numel = args.wholes[i].numel(), .chunk = args.chunks[i], .stored = dtype, .gathered = dtype};
+}
+
+} // namespace
+
+RankMajor::RankMajor(const ReduceScatter& args, int size) : size_(size) {
+  for (const int64_t chunk : args.chunks) {
+    offsets_.push_back(row_);
+    row_ += chunk;
+  }
+  if (row_ > 0) {
+    row_ = align_up(row_, std::max<int64_t>(1, kSendAlignment / args.wholes.front().element_size()));
+  }
+}
+
+at::Tensor RankMajor::as_it_is(const ReduceScatter& args) const {
+  const bool matches = args.wholes.size() == 1 && args.wholes[0].numel() == row_ * size_;
+  return matches ? args.wholes[0].view({-1}) : at::Tensor();
+}
+
+void RankMajor::pack(const ReduceScatter& args, const at::Tensor& matrix) const {
+  matrix.device().is_cpu() ? pack_on_host(args, matrix) : pack_on_device(args, matrix);
+}
+
+void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const {
+  const int64_t item = matrix.element_size();
+  char* const base = static_cast<char*>(matrix.mutable_data_ptr());
+  for (int rank = 0; rank < size_; ++rank) {
+    char* const row = base + rank * row_ * item;
+    int64_t end = 0;
+    const auto pad_to = [&](int64_t begin) { std::memset(row + end * item, 0, (begin - end) * item); };
+    for (size_t i = 0; i < args.wholes.size(); ++i) {
+      const Piece piece = piece_of(args, i);
+      pad_to(offsets_[i]);
+      const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr()) + piece.begin(rank) * item;
+      std::memcpy(row + offsets_[i] * item, from, piece.length(rank) * item);
+      end = offsets_[i] + piece.length(rank);
+    }
+    pad_to(row_);
+  }
+}
+
+bool RankMajor::cuts_as_chunk_does(const ReduceScatter& args) const {
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    const int64_t numel = args.wholes[i].numel();
+    if (numel == 0 || args.chunks[i] != (numel + size_ - 1) / size_) {
+      return false;
+    }
+  }
+  return offsets_.back() + args.chunks.back() == row_;
+}
+
+void RankMajor::pack_on_device(const ReduceScatter& args, const at::Tensor& matrix) const {
+  at::Tensor rows = matrix.view({size_, row_});
+  std::vector<at::Tensor> flat;
+  for (const at::Tensor& whole : args.wholes) {
+    flat.push_back(whole.view({-1}));
+  }
+  if (cuts_as_chunk_does(args)) {
+    at::_chunk_cat_out(rows, flat, /*dim=*/0, size_); // one kernel
+    return;
+  }
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> targets;
+  for (size_t i = 0; i < flat.size(); ++i) {
+    const Piece piece = piece_of(args, i);
+    for (int rank = 0; rank < size_ && piece.length(rank) > 0; ++rank) {
+      sources.push_back(flat[i].narrow(0, piece.begin(rank), piece.length(rank)));
+      targets.push_back(rows[rank].narrow(0, offsets_[i], piece.length(rank)));
+    }
+  }
+  copy_each(targets, sources);
+}
+
+std::vector<at::Tensor> RankMajor::views(const at::Tensor& row, const std::vector<at::Tensor>& slices) const {
+  std::vector<at::Tensor> views;
+  for (size_t i = 0; i < slices.size(); ++i) {
+    views.push_back(row.narrow(0, offsets_[i], slices[i].numel()).view_as(slices[i]));
+  }
+  return views;
+}
+
+} // namespace fsdp::adapter

@@ -1,0 +1,275 @@
+#include <fsdp/init.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <optional>
+#include <utility>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "base/check.h"
+#include "base/env.h"
+#include "base/format.h"
+#include "base/log.h"
+#include "comm/c10d/gloo.h"
+#include "comm/c10d/nccl.h"
+#include "comm/host.h"
+#include "comm/rendezvous.h"
+#include "comm/shm/factory.h"
+#include "comm/world.h"
+
+namespace fsdp {
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long the rank that serves the rendezvous waits for the others to leave: they are about to, or they are dead.
+constexpr milliseconds kLeaveLimit{5000};
+
+/// What `init` has to remember until `shutdown`, beside the world.
+struct Joined {
+  InitOptions options;
+  std::unique_ptr<Rendezvous> rendezvous; ///< null in a world of one
+};
+
+std::optional<Joined>& joined() {
+  static std::optional<Joined> state;
+  return state;
+}
+
+milliseconds chosen_timeout(const InitOptions& options) {
+  const bool is_default = options.timeout == InitOptions().timeout;
+  return is_default ? env::seconds("FSDP_TIMEOUT").value_or(options.timeout) : options.timeout;
+}
+
+int device_count(c10::DeviceType type) {
+  return c10::impl::hasDeviceGuardImpl(type) ? c10::impl::VirtualGuardImpl(type).deviceCount() : 0;
+}
+
+std::vector<std::string> device_types() {
+  std::vector<std::string> types;
+  for (int8_t i = 0; i < static_cast<int8_t>(c10::COMPILE_TIME_MAX_DEVICE_TYPES); ++i) {
+    const auto type = static_cast<c10::DeviceType>(i);
+    if (type != c10::kMeta && device_count(type) > 0) {
+      types.push_back(c10::DeviceTypeName(type, /*lower_case=*/true));
+    }
+  }
+  return types;
+}
+
+c10::Device parse_device(const std::string& text) {
+  if (text.empty()) {
+    return device_count(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
+  }
+  std::optional<c10::Device> device;
+  try {
+    device = c10::Device(text);
+  } catch (const c10::Error&) {
+    // Not even a name: no device either.
+  }
+  FSDP_CHECK(
+      device && device->type() != c10::kMeta && device_count(device->type()) > 0,
+      "[init] expected a device that this LibTorch and this host have (",
+      join(device_types()),
+      "), got '",
+      text,
+      "'; choose one of these in InitOptions::device");
+  return *device;
+}
+
+/// Picks this rank's device of the type and makes it current.
+c10::Device use_device(c10::Device device, int local_rank) {
+  if (device.is_cpu()) {
+    return c10::kCPU;
+  }
+  const int index = device.has_index() ? device.index() : local_rank;
+  const int count = device_count(device.type());
+  FSDP_CHECK(
+      index < count,
+      "[init] expected a ",
+      device.type(),
+      " device for local rank ",
+      local_rank,
+      ", but this host has ",
+      count,
+      "; start at most one rank for each device");
+  const c10::Device chosen(device.type(), static_cast<c10::DeviceIndex>(index));
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(chosen);
+  return chosen;
+}
+
+void require_same_options(Rendezvous& rendezvous, const InitOptions& options, c10::DeviceType type) {
+  const auto mine = c10::str("backend='", options.backend, "' on ", type);
+  const auto all = rendezvous.exchange(mine);
+  const auto other = std::find_if(all.begin(), all.end(), [&](const auto& text) { return text != mine; });
+  FSDP_CHECK(
+      other == all.end(),
+      "[init] expected the same backend and kind of device on all ranks, but this rank has ",
+      mine,
+      " and rank ",
+      other - all.begin(),
+      " has ",
+      *other,
+      "; pass the same InitOptions everywhere");
+}
+
+std::string choose_backend(const std::string& asked, c10::Device device, const Exchange& exchange) {
+  if (asked.empty() && device.is_cpu()) {
+    return shm_available(exchange) ? "shm" : "gloo";
+  }
+  if (asked.empty()) {
+    FSDP_CHECK(
+        device.is_cuda(),
+        "[init] expected a device that libfsdp knows a backend for (cpu, cuda), got ",
+        device,
+        "; make the c10d::ProcessGroup for it yourself and pass Mesh::from_group(process_group) to fully_shard");
+    return "nccl";
+  }
+  if (asked == "shm") {
+    FSDP_CHECK(
+        device.is_cpu() && shm_available(exchange),
+        "[init] expected all ranks on one host's CPU, within one pid namespace, for the backend 'shm', which is not "
+        "so; leave "
+        "InitOptions::backend empty, or choose 'gloo' or 'nccl'");
+  }
+  return asked;
+}
+
+void require_known_backend(const std::string& backend, c10::Device device) {
+  FSDP_CHECK(
+      backend.empty() || backend == "shm" || backend == "gloo" || backend == "nccl",
+      "[init] expected the backend 'shm', 'gloo', 'nccl' or '' (chosen by device and hosts), got '",
+      backend,
+      "'");
+  FSDP_CHECK(
+      backend.empty() || (backend == "nccl") == device.is_cuda(),
+      "[init] expected a backend for ",
+      device.type(),
+      ", got '",
+      backend,
+      "'; ",
+      device.is_cpu() ? "'shm' and 'gloo' are for the CPU" : "'nccl' is for CUDA",
+      ", or leave InitOptions::backend empty");
+}
+
+std::shared_ptr<Group> make_group(
+    const Launch& launch, const InitOptions& options, c10::Device device, Rendezvous& rendezvous) {
+  const Exchange exchange = [&](const std::string& mine) { return rendezvous.exchange(mine); };
+  const std::string backend = choose_backend(options.backend, device, exchange);
+  log::info("joined ", launch.size, " ranks over ", backend, " on ", device);
+  if (backend == "shm") {
+    return shm_group(launch.rank, launch.size, exchange, {.timeout = options.timeout, .arena = options.shared_arena});
+  }
+  if (backend == "gloo") {
+    return gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, options.timeout);
+  }
+  return nccl_group(rendezvous.store("nccl"), launch.rank, launch.size, device, options.timeout);
+}
+
+void join_job(const Launch& launch, const InitOptions& options) {
+  const c10::Device device = parse_device(options.device);
+  require_known_backend(options.backend, device);
+  log::set_rank(launch.rank);
+  Joined state{.options = options, .rendezvous = nullptr};
+  World world{.group = nullptr, .local_rank = launch.local_rank.value_or(0), .device = device};
+  if (launch.size == 1) {
+    world.group = group_of_one();
+    world.device = use_device(device, world.local_rank);
+  } else {
+    state.rendezvous = std::make_unique<Rendezvous>(launch, options.timeout);
+    require_same_options(*state.rendezvous, options, device.type());
+    if (!launch.local_rank) {
+      world.local_rank = rank_on_host(launch.rank, state.rendezvous->exchange(host_identity()));
+    }
+    world.device = use_device(device, world.local_rank);
+    world.group = make_group(launch, options, world.device, *state.rendezvous);
+  }
+  set_process_world(std::make_unique<World>(std::move(world)));
+  joined() = std::move(state);
+}
+
+void warn_if_different(const InitOptions& options) {
+  const auto& first = joined();
+  if (first && (first->options.backend != options.backend || first->options.device != options.device)) {
+    log::warn(
+        "fsdp::init was called again with backend '",
+        options.backend,
+        "' and device '",
+        options.device,
+        "'; the job goes on with backend '",
+        first->options.backend,
+        "' and device '",
+        first->options.device,
+        "'. Call fsdp::shutdown first to join anew");
+  }
+}
+
+const World& require_world(const char* operation) {
+  const World* world = current_world();
+  FSDP_CHECK(
+      world,
+      "[",
+      operation,
+      "] expected a rank of a job, but this process has not joined one; call fsdp::init() first");
+  return *world;
+}
+
+} // namespace
+
+void init(const InitOptions& options) {
+  if (is_initialized()) {
+    warn_if_different(options);
+    return;
+  }
+  static const int registered = std::atexit(shutdown);
+  (void)registered;
+  InitOptions resolved = options;
+  resolved.timeout = chosen_timeout(options);
+  if (env::flag("FSDP_ARENA") == false) {
+    resolved.shared_arena = false;
+  }
+  join_job(read_launch(), resolved);
+}
+
+bool is_initialized() {
+  return current_world() != nullptr;
+}
+
+int rank() {
+  return require_world("rank").group->rank();
+}
+
+int world_size() {
+  return require_world("world_size").group->size();
+}
+
+int local_rank() {
+  return require_world("local_rank").local_rank;
+}
+
+c10::Device device() {
+  return require_world("device").device;
+}
+
+const std::shared_ptr<Group>& world() {
+  return require_world("world").group;
+}
+
+void barrier() {
+  require_world("barrier").group->barrier({.operation = "barrier", .unit = ""});
+}
+
+void shutdown() {
+  if (!joined()) {
+    return;
+  }
+  const auto state = std::exchange(joined(), std::nullopt);
+  set_process_world(nullptr);
+  if (state->rendezvous) {
+    state->rendezvous->leave(std::min(kLeaveLimit, state->options.timeout));
+  }
+}
+
+} // namespace fsdp

@@ -1,0 +1,210 @@
+#include "comm/launcher.h"
+
+#include <functional>
+#include <limits>
+
+#include <unistd.h>
+
+#include "base/check.h"
+#include "base/env.h"
+
+namespace fsdp {
+namespace {
+
+constexpr const char* kInit = "init";
+constexpr int64_t kMaxRanks = std::numeric_limits<int>::max();
+// Slurm numbers the steps that srun did not start (batch script, interactive shell) from here; they run once, not once
+// per task.
+constexpr int64_t kFirstSpecialStep = 0xfffffff0;
+
+// Ports that are derived lie below the range that systems hand out to clients.
+constexpr uint16_t kFirstPort = 20000;
+constexpr uint16_t kPorts = 10000;
+
+/// The names under which a launcher tells the same things.
+struct Names {
+  const char* launcher;
+  const char* rank;
+  const char* size;
+  const char* local_rank;
+  const char* local_size; ///< ranks on this host
+};
+
+constexpr Names kTorchrun{"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"};
+constexpr Names kOpenMpi{
+    "mpirun",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE"};
+constexpr Names kSlurm{"srun", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", nullptr};
+constexpr Names kPmi{"mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"};
+
+bool is_set(const char* name) {
+  return env::string(name).has_value();
+}
+
+bool started_by(const Names& names) {
+  return is_set(names.rank) || is_set(names.size);
+}
+
+bool started_by_srun() {
+  const auto step = env::integer("SLURM_STEP_ID");
+  return is_set(kSlurm.rank) && is_set(kSlurm.size) && (!step || *step < kFirstSpecialStep);
+}
+
+std::optional<int> optional_int(const char* name) {
+  const auto value = name ? env::integer(name, 0, kMaxRanks) : std::nullopt;
+  return value ? std::optional(static_cast<int>(*value)) : std::nullopt;
+}
+
+void require_other(const char* name, const char* present, const char* launcher) {
+  FSDP_CHECK(
+      is_set(name),
+      "[init] expected ",
+      name,
+      " beside ",
+      present,
+      ", but it is not set; start the program with ",
+      launcher,
+      ", set ",
+      name,
+      ", or unset ",
+      present,
+      " to train alone");
+}
+
+Launch read_ranks(const Names& names) {
+  require_other(names.size, names.rank, names.launcher);
+  require_other(names.rank, names.size, names.launcher);
+  Launch launch;
+  launch.launcher = names.launcher;
+  launch.size = static_cast<int>(env::required_integer(names.size, kInit, 1, kMaxRanks));
+  launch.rank = static_cast<int>(env::required_integer(names.rank, kInit, 0, kMaxRanks));
+  FSDP_CHECK(
+      launch.rank < launch.size,
+      "[init] expected ",
+      names.rank,
+      " below ",
+      names.size,
+      "=",
+      launch.size,
+      ", got ",
+      launch.rank,
+      "; ranks count from 0");
+  launch.local_rank = optional_int(names.local_rank);
+  return launch;
+}
+
+bool on_one_host(const Names& names, int size) {
+  if (names.local_size) {
+    return optional_int(names.local_size).value_or(0) == size;
+  }
+  const auto nodes = env::integer("SLURM_STEP_NUM_NODES", 1);
+  return nodes.value_or(env::integer("SLURM_NNODES", 1).value_or(0)) == 1;
+}
+
+/// What all ranks of the job know and no other job on this host has. Without a job id: the launcher's process, their
+/// parent.
+std::string job_id() {
+  for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"}) {
+    if (const auto id = env::string(name)) {
+      return *id;
+    }
+  }
+  if (const auto job = env::string("SLURM_JOB_ID")) {
+    return c10::str(*job, ".", env::string("SLURM_STEP_ID").value_or("0"));
+  }
+  return c10::str(getuid(), ".", getppid());
+}
+
+uint16_t port_of_job() {
+  return static_cast<uint16_t>(kFirstPort + std::hash<std::string>()(job_id()) % kPorts);
+}
+
+std::string first_slurm_host() {
+  // Rank 0 runs on the first host of the list. The address of the launching host is a guess, right inside sbatch.
+  for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"}) {
+    if (const auto list = env::string(name)) {
+      return first_host(*list);
+    }
+  }
+  return env::string("SLURM_LAUNCH_NODE_IPADDR").value_or("");
+}
+
+std::string address_of_rank_zero(const Names& names, int size) {
+  if (const auto address = env::string("MASTER_ADDR")) {
+    return *address;
+  }
+  if (&names == &kTorchrun) {
+    return env::required_string("MASTER_ADDR", kInit);
+  }
+  if (on_one_host(names, size)) {
+    return "127.0.0.1";
+  }
+  const std::string host = &names == &kSlurm ? first_slurm_host() : "";
+  FSDP_CHECK(
+      !host.empty(),
+      "[init] expected MASTER_ADDR, as ",
+      names.launcher,
+      " started ranks on several hosts and does not tell where rank 0 is; set "
+      "MASTER_ADDR to rank 0's host on all ranks (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host)");
+  return host;
+}
+
+uint16_t rendezvous_port(const Names& names) {
+  if (&names == &kTorchrun || is_set("MASTER_PORT")) {
+    return static_cast<uint16_t>(env::required_integer("MASTER_PORT", kInit, 1, 65535));
+  }
+  return port_of_job();
+}
+
+Launch read_job(const Names& names) {
+  Launch launch = read_ranks(names);
+  if (launch.size == 1) {
+    return launch;
+  }
+  launch.address = address_of_rank_zero(names, launch.size);
+  launch.port = rendezvous_port(names);
+  if (&names == &kTorchrun) {
+    launch.agent_store = env::flag("TORCHELASTIC_USE_AGENT_STORE").value_or(false);
+    launch.attempt = optional_int("TORCHELASTIC_RESTART_COUNT").value_or(0);
+  }
+  return launch;
+}
+
+} // namespace
+
+std::string first_host(const std::string& node_list) {
+  const size_t comma = node_list.find(',');
+  const size_t open = node_list.find('[');
+  if (open == std::string::npos || comma < open) {
+    return node_list.substr(0, comma);
+  }
+  const size_t close = node_list.find(']', open);
+  const size_t number_end = node_list.find_first_of("-,]", open);
+  if (close == std::string::npos) {
+    return "";
+  }
+  const std::string number = node_list.substr(open + 1, number_end - open - 1);
+  const std::string after = node_list.substr(close + 1, node_list.find(',', close) - close - 1);
+  return node_list.substr(0, open) + number + after;
+}
+
+Launch read_launch() {
+  if (started_by(kTorchrun)) {
+    return read_job(kTorchrun);
+  }
+  if (started_by(kOpenMpi)) {
+    return read_job(kOpenMpi);
+  }
+  if (started_by_srun()) {
+    return read_job(kSlurm);
+  }
+  if (started_by(kPmi)) {
+    return read_job(kPmi);
+  }
+  return {};
+}
+
+} // namespace fsdp

@@ -1,0 +1,127 @@
+#include <utility>
+
+#include <ATen/ops/empty.h>
+
+#include <fsdp/group.h>
+
+#include "base/check.h"
+
+namespace fsdp {
+namespace {
+
+class Finished final : public Work {
+ public:
+  bool done() override {
+    return true;
+  }
+  void wait() override {}
+};
+
+// The pieces are whole where they are stored; copies only where dtype or device differ.
+class LocalGathered final : public Gathered {
+ public:
+  LocalGathered(const std::vector<at::Tensor>& stored, const std::vector<Piece>& pieces, c10::Device device) {
+    for (size_t i = 0; i < stored.size(); ++i) {
+      pieces_.push_back(stored[i].to(device, pieces[i].gathered, /*non_blocking=*/true));
+      bytes_ += pieces_[i].is_same(stored[i]) ? 0 : static_cast<int64_t>(pieces_[i].nbytes());
+    }
+  }
+  void wait() override {}
+  void* piece(size_t index) const override {
+    return pieces_[index].mutable_data_ptr();
+  }
+  int64_t bytes() const override {
+    return bytes_;
+  }
+
+ private:
+  std::vector<at::Tensor> pieces_;
+  int64_t bytes_ = 0;
+};
+
+class LocalHome final : public Home {
+ public:
+  LocalHome(std::vector<Piece> pieces, const HomeOptions& options) : pieces_(std::move(pieces)), device_(options.device) {
+    const bool pinned = options.offload && options.pin_memory && !options.device.is_cpu();
+    for (const Piece& piece : pieces_) {
+      stored_.push_back(at::empty(
+          {piece.numel},
+          at::TensorOptions().dtype(piece.stored).device(options.offload ? c10::kCPU : options.device).pinned_memory(pinned)));
+    }
+  }
+  void* slice(size_t index) const override {
+    return stored_[index].mutable_data_ptr();
+  }
+  void begin_write(const Label&) override {}
+  std::unique_ptr<Gathered> gather(const Label&) override {
+    return std::make_unique<LocalGathered>(stored_, pieces_, device_);
+  }
+
+ private:
+  std::vector<Piece> pieces_;
+  c10::Device device_;
+  std::vector<at::Tensor> stored_;
+};
+
+class LocalGroup final : public Group {
+ public:
+  LocalGroup() : Group(0, 1, "alone") {}
+
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    for (const Piece& piece : pieces) {
+      FSDP_CHECK(
+          piece.chunk >= piece.numel,
+          "[", label.operation, "] expected a slice of all ", piece.numel, " elements for a group of one, got ", piece.chunk);
+    }
+    return std::make_shared<LocalHome>(std::move(pieces), options);
+  }
+  bool gathers_in_place() const override {
+    return true;
+  }
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    FSDP_CHECK(
+        args.slices.size() == args.wholes.size() && args.chunks.size() == args.wholes.size(),
+        "[", label.operation, "] expected as many chunks and slices as whole tensors (", args.wholes.size(), "), got ",
+        args.chunks.size(), " and ", args.slices.size());
+    for (size_t i = 0; i < args.wholes.size(); ++i) {
+      args.slices[i].view(-1).copy_(args.wholes[i].view(-1), /*non_blocking=*/true);
+      divide(args.slices[i], args.divide_by);
+    }
+    return std::make_unique<Finished>();
+  }
+  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp, double divide_by, const Label&) override {
+    divide(tensor, divide_by);
+    return std::make_unique<Finished>();
+  }
+  void broadcast(at::Tensor, int root, const Label& label) override {
+    FSDP_CHECK(root == 0, "[", label.operation, "] expected root 0 in a group of one, got ", root);
+  }
+  void barrier(const Label&) override {}
+  std::vector<std::string> exchange(const std::string& bytes, const Label&) override {
+    return {bytes};
+  }
+  std::shared_ptr<Group> split(int, const Label&) override {
+    return group_of_one();
+  }
+  void abort(const std::string&) override {}
+
+ private:
+  static void divide(at::Tensor& tensor, double divide_by) {
+    if (divide_by == 1) {
+      return;
+    }
+    if (tensor.is_floating_point() || tensor.is_complex()) {
+      tensor.div_(divide_by);
+    } else {
+      tensor.copy_(tensor.div(divide_by, "trunc"));
+    }
+  }
+};
+
+} // namespace
+
+std::shared_ptr<Group> group_of_one() {
+  return std::make_shared<LocalGroup>();
+}
+
+} // namespace fsdp

@@ -1,0 +1,189 @@
+#include "comm/rendezvous.h"
+
+#include <exception>
+#include <map>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "base/check.h"
+#include "base/format.h"
+
+namespace fsdp {
+namespace {
+
+using Store = c10d::Store;
+using StorePtr = c10::intrusive_ptr<Store>;
+
+std::string text_of(const std::exception& error) {
+  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
+  return from_c10 ? from_c10->what_without_backtrace() : error.what();
+}
+
+double in_seconds(std::chrono::milliseconds time) {
+  return static_cast<double>(time.count()) / 1000;
+}
+
+std::string key(const std::string& what, int rank) {
+  return c10::str(what, "/", rank);
+}
+
+[[noreturn]] void cannot_connect(const Launch& launch, std::chrono::milliseconds timeout, const std::exception& error) {
+  const bool serves = launch.rank == 0 && !launch.agent_store;
+  const std::string place = c10::str(launch.address, ":", launch.port);
+  throw CommError(
+      serves ? c10::str(
+                   "[init] rank 0 expected to serve the rendezvous at ",
+                   place,
+                   ": ",
+                   text_of(error),
+                   "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host")
+             : c10::str(
+                   "[init] rank ",
+                   launch.rank,
+                   " expected to reach the rendezvous at ",
+                   place,
+                   " within ",
+                   in_seconds(timeout),
+                   " s: ",
+                   text_of(error),
+                   "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
+}
+
+StorePtr open_store(const Launch& launch, std::chrono::milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = launch.port;
+  options.isServer = launch.rank == 0 && !launch.agent_store;
+  options.waitWorkers = false; // we wait ourselves, to name who is missing
+  options.timeout = timeout;
+  try {
+    return c10::make_intrusive<c10d::TCPStore>(launch.address, options);
+  } catch (const std::exception& error) {
+    cannot_connect(launch, timeout, error);
+  }
+}
+
+/// The store of an address stays open as long as the process: a rank that comes back after `leave` must not find the
+/// server of before about to close. Never destroyed, so that its server outlives whatever runs at exit.
+StorePtr connect(const Launch& launch, std::chrono::milliseconds timeout) {
+  static auto* const open = new std::map<std::string, StorePtr>();
+  StorePtr& store = (*open)[c10::str(launch.address, ":", launch.port, ":", launch.rank)];
+  if (!store) {
+    store = open_store(launch, timeout);
+  }
+  return store;
+}
+
+/// Starts that use the same store one after another do not see each other's keys: restarts by the launcher, and later
+/// rendezvous of this process.
+std::string fresh_prefix(const Launch& launch) {
+  static int count = 0;
+  return c10::str("libfsdp/", launch.attempt, "/", count++);
+}
+
+} // namespace
+
+Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
+    : launch_(launch),
+      timeout_(timeout),
+      store_(c10::make_intrusive<c10d::PrefixStore>(fresh_prefix(launch), connect(launch, timeout))) {
+  arrive();
+}
+
+Rendezvous::~Rendezvous() = default;
+
+void Rendezvous::arrive() {
+  const int64_t count = store_->add(key("arrived", launch_.rank), 1);
+  FSDP_CHECK(
+      count == 1,
+      "[init] expected one process of rank ",
+      launch_.rank,
+      ", but ",
+      count,
+      " came to ",
+      launch_.address,
+      ":",
+      launch_.port,
+      "; give every process a rank of its own, and every job a MASTER_PORT of its own");
+  wait_for("arrived", timeout_);
+}
+
+std::vector<int> Rendezvous::missing(const std::string& what) {
+  std::vector<int> ranks;
+  for (int rank = 0; rank < launch_.size; ++rank) {
+    if (!store_->check({key(what, rank)})) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
+void Rendezvous::wait_for(const std::string& what, std::chrono::milliseconds timeout) {
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < launch_.size; ++rank) {
+    keys.push_back(key(what, rank));
+  }
+  std::string reason;
+  try {
+    store_->wait(keys, timeout);
+    return;
+  } catch (const std::exception& error) {
+    reason = text_of(error);
+  }
+  try {
+    const auto absent = missing(what);
+    reason = c10::str(
+        absent.size() == 1 ? "rank " : "ranks ",
+        join(absent),
+        absent.size() == 1 ? " has" : " have",
+        " not ",
+        what,
+        " after ",
+        in_seconds(timeout),
+        " s");
+  } catch (const std::exception&) {
+    // The store itself is gone; what it said first is all there is.
+  }
+  throw CommError(c10::str(
+      "[init] rank ",
+      launch_.rank,
+      " expected ",
+      launch_.size,
+      " ranks at ",
+      launch_.address,
+      ":",
+      launch_.port,
+      ": ",
+      reason,
+      "; see whether all of them were started and what they printed"));
+}
+
+std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
+  const std::string round = c10::str("exchange/", exchanges_++);
+  store_->set(key(round, launch_.rank), mine);
+  wait_for(round, timeout_);
+  std::vector<std::string> all;
+  for (int rank = 0; rank < launch_.size; ++rank) {
+    all.push_back(rank == launch_.rank ? mine : store_->get_to_str(key(round, rank)));
+  }
+  return all;
+}
+
+StorePtr Rendezvous::store(const std::string& name) const {
+  return c10::make_intrusive<c10d::PrefixStore>(name, store_);
+}
+
+void Rendezvous::leave(std::chrono::milliseconds limit) {
+  try {
+    store_->set(key("left", launch_.rank), "1");
+    if (launch_.rank == 0 && !launch_.agent_store) {
+      wait_for("left", limit);
+    }
+  } catch (const std::exception&) {
+    // Whoever is still there finds the store gone and says so; leaving itself never fails.
+  }
+}
+
+} // namespace fsdp

@@ -1,0 +1,146 @@
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "comm/shm/publication.h"
+
+namespace fsdp::shm {
+namespace {
+
+constexpr size_t kInlineBytes = Post::kWords * sizeof(uint64_t);
+
+Combine combine_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return Combine::kSum;
+    case ReduceOp::kMax:
+      return Combine::kMax;
+    case ReduceOp::kMin:
+      return Combine::kMin;
+  }
+  TORCH_INTERNAL_ASSERT(false, "unknown ReduceOp");
+}
+
+// What the steps of one all-reduce share.
+struct AllReduce {
+  const Core& core;
+  at::Tensor tensor;
+  Combine combine;
+  double divide_by;
+  Label label;
+  Numbers numbers;
+  uint64_t number = 0;
+  char* place = nullptr; // where the others read this rank's tensor
+  std::shared_ptr<char> block; // that it lies in, if it had to be copied
+
+  char* memory() const {
+    return static_cast<char*>(tensor.mutable_data_ptr());
+  }
+  int64_t count() const {
+    return tensor.numel() * numbers.each;
+  }
+  // Each rank sums an equal part, of whole cache lines.
+  Piece split() const {
+    constexpr int64_t kLine = 64;
+    const int64_t share = (count() + core.members->size() - 1) / core.members->size();
+    return {count(), (share + kLine - 1) / kLine * kLine, tensor.scalar_type(), tensor.scalar_type()};
+  }
+  const char* theirs(int rank) const {
+    return Publication::find(core.reach, core.collectives.post_of(rank, number), rank, 0, 1);
+  }
+
+  void combine_numbers(const std::vector<const void*>& sources, void* result, int64_t count_numbers) const {
+    reduce(
+        {.number = numbers.kind,
+         .combine = combine,
+         .divide_by = divide_by,
+         .sources = sources.data(),
+         .count_sources = static_cast<int>(sources.size()),
+         .result = result,
+         .count = count_numbers});
+  }
+
+  // All numbers lie in the posts: each rank sums them all.
+  void combine_posts() const {
+    std::vector<const void*> sources;
+    for (int r = 0; r < core.members->size(); ++r) {
+      sources.push_back(core.collectives.post_of(r, number).words);
+    }
+    combine_numbers(sources, memory(), count());
+  }
+
+  void combine_own_part() const {
+    const Members::Reading reading(*core.members, label);
+    const int rank = core.members->rank();
+    const int64_t offset = split().begin(rank) * static_cast<int64_t>(bytes_of(numbers.kind));
+    std::vector<const void*> sources;
+    for (int r = 0; r < core.members->size(); ++r) {
+      sources.push_back((r == rank ? place : theirs(r)) + offset);
+    }
+    combine_numbers(sources, place + offset, split().length(rank));
+  }
+
+  void fetch_parts() const {
+    const Members::Reading reading(*core.members, label);
+    const size_t size = bytes_of(numbers.kind);
+    for (int r = 0; r < core.members->size(); ++r) {
+      const char* source = r == core.members->rank() ? place : theirs(r);
+      const size_t offset = static_cast<size_t>(split().begin(r)) * size;
+      if (source + offset != memory() + offset) {
+        std::memcpy(memory() + offset, source + offset, static_cast<size_t>(split().length(r)) * size);
+      }
+    }
+  }
+};
+
+std::unique_ptr<Work> all_reduce_small(const CorePointer& core, AllReduce work, Post& post) {
+  Collectives& collectives = core->collectives;
+  std::memcpy(post.words, work.memory(), work.tensor.nbytes());
+  work.number = collectives.commit();
+  const uint64_t number = work.number;
+  const auto step = collectives.queue({.number = number, .value = number, .run = [work] { work.combine_posts(); }});
+  return make_work(collectives_of(core), step);
+}
+
+// Three steps: each rank sums its part where it lies; fetches the others' parts; and, if they were read out of the tensor
+// itself, waits until they have been.
+std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Post& post) {
+  Collectives& collectives = core->collectives;
+  Publication publication(core->reach);
+  publication.publish(post, {{work.memory(), work.tensor.nbytes(), 0, 0}});
+  work.place = publication.place(0);
+  work.block = publication.block();
+  work.number = collectives.commit(/*steps=*/3);
+
+  const uint64_t first = work.number;
+  collectives.keep(first + 1, {work.tensor}, work.block);
+  collectives.queue({.number = first, .value = first, .run = [work] { work.combine_own_part(); }});
+  collectives.queue(
+      {.number = first + 1, .counter = &RankSlot::finished, .value = first, .run = [work] { work.fetch_parts(); }});
+  const int depends_on = work.block ? core->members->rank() : -1;
+  const auto last =
+      collectives.queue({.number = first + 2, .root = depends_on, .counter = &RankSlot::finished, .value = first + 1});
+  return make_work(collectives_of(core), last);
+}
+
+} // namespace
+
+std::unique_ptr<Work> all_reduce(const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
+  FSDP_CHECK(tensor.is_contiguous(), "[", label.operation, "] expected a contiguous tensor; call contiguous()");
+  FSDP_CHECK(
+      op == ReduceOp::kSum || !tensor.is_complex(), "[", label.operation, "] complex numbers have no order; reduce them by sum");
+  const Numbers numbers = numbers_of(tensor.scalar_type(), label);
+  Fingerprint print("all_reduce", label);
+  print.add(static_cast<uint64_t>(tensor.numel()))
+      .add(static_cast<uint64_t>(tensor.scalar_type()))
+      .add(static_cast<uint64_t>(op))
+      .add(std::bit_cast<uint64_t>(divide_by));
+  core->collectives.await_kept(8, label);
+  Post& post = core->collectives.prepare(label, print);
+  AllReduce work{*core, std::move(tensor), combine_of(op), divide_by, label, numbers, 0, nullptr, nullptr};
+  return work.tensor.nbytes() <= kInlineBytes ? all_reduce_small(core, std::move(work), post)
+                                              : all_reduce_big(core, std::move(work), post);
+}
+
+} // namespace fsdp::shm

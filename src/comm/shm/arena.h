@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "comm/shm/segment.h"
+
+namespace fsdp::shm {
+
+/// Memory of this process that the other ranks can read: one segment, handed out in blocks.
+/// Tensors that lie in it need not be copied for others to read them. One per process; never destroyed, since LibTorch may free
+/// its blocks as late as at exit. Thread safe.
+class Arena {
+ public:
+  static constexpr size_t kSmallestBlock = size_t{128} << 10; ///< smaller tensors come from the ordinary allocator
+
+  static Arena& of_process();
+
+  const SegmentId& id() const;
+  /// Serve LibTorch's big CPU tensors from here from now on, up to a share of the machine's memory. Idempotent.
+  void serve_tensors(int processes_on_host);
+
+  /// A block that others can read, whatever the cap.
+  void* take(size_t bytes);
+  /// As `take`, but null beyond the cap or before `serve_tensors`.
+  void* take_for_tensor(size_t bytes);
+  void give_back(void* memory);
+
+  bool contains(const void* memory) const {
+    return static_cast<const char*>(memory) >= base_ && static_cast<const char*>(memory) < base_ + capacity_;
+  }
+  const char* base() const {
+    return base_;
+  }
+  uint64_t offset(const void* memory) const {
+    return static_cast<uint64_t>(static_cast<const char*>(memory) - base_);
+  }
+  /// While there are more starts than stops, all freed blocks are kept for the next request. Otherwise only a few are, and
+  /// memory goes back to the system.
+  void start_keeping();
+  void stop_keeping();
+  size_t bytes_in_use() const;
+
+ private:
+  Arena();
+  struct Impl;
+  Impl* impl_;
+  char* base_;
+  size_t capacity_;
+};
+
+} // namespace fsdp::shm

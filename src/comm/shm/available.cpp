@@ -1,0 +1,60 @@
+#include <algorithm>
+#include <random>
+#include <string>
+
+#include <fsdp/error.h>
+
+#include "comm/shm/factory.h"
+#include "comm/shm/segment.h"
+
+namespace fsdp {
+namespace {
+
+using shm::Access;
+using shm::Segment;
+using shm::SegmentId;
+
+constexpr size_t kBytes = 4096;
+
+std::string random_text() {
+  std::random_device random;
+  return std::to_string(random()) + "-" + std::to_string(random()) + "-" + std::to_string(random());
+}
+
+// A segment with a random text in it, or nothing where there are no memfds.
+std::shared_ptr<Segment> show(const std::string& text) {
+  try {
+    auto segment = Segment::create("fsdp-probe", kBytes, Access::kWrite);
+    text.copy(segment->writable(), kBytes - 1);
+    return segment;
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
+// `shown` is a segment's identity and the text that must be found in it. Process numbers alone prove nothing: other hosts and
+// namespaces use the same ones.
+bool sees(const std::string& shown) {
+  if (shown.size() <= sizeof(SegmentId)) {
+    return false;
+  }
+  try {
+    const auto segment = Segment::open(SegmentId::unpacked(shown.substr(0, sizeof(SegmentId))), Access::kRead);
+    return segment->readable() == shown.substr(sizeof(SegmentId));
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+} // namespace
+
+bool shm_available(const Exchange& exchange) {
+  const std::string text = random_text();
+  const auto mine = show(text);
+  const auto shown = exchange(mine ? mine->id().packed() + text : "");
+  const bool all_seen = std::all_of(shown.begin(), shown.end(), sees);
+  const auto answers = exchange(all_seen ? "yes" : "no");
+  return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
+}
+
+} // namespace fsdp

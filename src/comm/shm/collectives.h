@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "comm/shm/fingerprint.h"
+#include "comm/shm/members.h"
+
+namespace fsdp::shm {
+
+/// The collectives of one rank, in order. Each has a number, the same on all ranks. A rank *posts* what the others need to know
+/// about its part, *runs* its part once the others have posted theirs, and says that it has *finished* reading from them.
+/// Several may be posted and not finished. Same thread safety as Members.
+class Collectives final : public Background {
+ public:
+  /// One numbered part of a collective; most have one part only.
+  struct Part {
+    uint64_t number;
+    int root = -1; ///< the one rank that it depends on; -1: all
+    Counter RankSlot::*counter = &RankSlot::posted; ///< it depends on this counter ...
+    uint64_t value; ///< ... reaching this value
+    std::function<void()> run = [] {};
+  };
+  /// A part on its way.
+  struct Step {
+    Part part;
+    Label label;
+    uint64_t fingerprint;
+    int arrived = 0; ///< ranks below are known to have reached what it depends on
+    bool done = false;
+  };
+  using StepPointer = std::shared_ptr<Step>;
+
+  explicit Collectives(Members& members) : members_(members) {}
+
+  /// This rank's part of the next collective, to be filled in; then `commit`. Throws if the group has failed.
+  Post& prepare(const Label& label, const Fingerprint& fingerprint);
+  /// Posts what was prepared. `steps` numbers are used up, the first of which is returned.
+  uint64_t commit(int steps = 1);
+  /// Queues a part of what was committed; parts are queued in the order of their numbers.
+  StepPointer queue(Part part);
+
+  bool pending() const override {
+    return !queue_.empty();
+  }
+  /// Runs the steps that can run.
+  bool advance() override;
+  /// Waits until `step` has run.
+  void finish(const StepPointer& step);
+
+  /// Keeps memory that others read until all have finished step `number`.
+  void keep(uint64_t number, std::vector<at::Tensor> tensors, std::shared_ptr<char> block);
+  /// Lets go of what nobody reads any more.
+  void release_kept();
+  /// Waits until at most `limit` collectives keep memory.
+  void await_kept(size_t limit, const Label& label);
+
+  const Post& post_of(int rank, uint64_t number) const {
+    return members_.slot(rank).posts[number % RankSlot::kPosts];
+  }
+  Members& members() const {
+    return members_;
+  }
+
+ private:
+  struct Kept {
+    uint64_t number;
+    std::vector<at::Tensor> tensors;
+    std::shared_ptr<char> block;
+  };
+
+  void await_room(const Label& label);
+  bool arrived(Step& step);
+  void check_order(const Step& step, int rank) const;
+  bool all_finished(uint64_t number) const;
+
+  Members& members_;
+  Label label_{}; // of the collective being prepared
+  uint64_t fingerprint_ = 0;
+  uint64_t last_ = 0; // number of the last collective posted
+  uint64_t room_until_ = RankSlot::kPosts - 1;
+  std::deque<StepPointer> queue_;
+  std::deque<Kept> kept_;
+};
+
+/// A collective that the caller may still wait for.
+std::unique_ptr<Work> make_work(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step);
+
+} // namespace fsdp::shm

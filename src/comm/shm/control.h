@@ -1,0 +1,75 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include <fsdp/group.h>
+
+#include "comm/shm/text.h"
+
+/// What lies in a group's control segment. It starts as zeros, which is the initial value of every field.
+namespace fsdp::shm {
+
+using Counter = std::atomic<uint64_t>;
+
+/// A rank's label as the others see it.
+struct SharedLabel {
+  Text<32> operation;
+  Text<96> unit;
+
+  void store(const Label& label) {
+    operation.store(label.operation);
+    unit.store(label.unit);
+  }
+};
+
+/// What one rank says about one collective. Written before the rank's `posted` reaches the collective's number; it stays until
+/// every rank has finished that collective.
+struct alignas(64) Post {
+  static constexpr size_t kWords = 40;
+
+  uint64_t fingerprint; // of operation, unit and sizes: equal on all ranks
+  SharedLabel label;
+  uint64_t words[kWords]; // addresses, or the bytes themselves when they are few
+};
+
+enum class Presence : uint32_t { kAbsent, kHere, kLeft };
+
+/// What one rank tells the others. Every cache line has one writer, but for the bell.
+struct alignas(64) RankSlot {
+  static constexpr uint64_t kPosts = 32; // collectives that may be unfinished somewhere
+  static constexpr int32_t kNobody = 0; // in the two fields below, where rank r is r + 1
+  static constexpr int32_t kAnybody = -1;
+
+  // Sleep: whoever changes something that this rank waits for rings the bell.
+  std::atomic<uint32_t> bell;
+  std::atomic<int32_t> wakes_for; // whose changes have to ring
+  std::atomic<int32_t> waits_for; // the rank that it cannot go on without
+  std::atomic<Presence> presence;
+  int32_t pid;
+  uint64_t started; // tells the process from a later one of the same pid
+
+  alignas(64) Counter posted; // collectives begun
+  Counter finished; // collectives for which this rank has read all that it needs from others
+  Counter writing; // write phases entered
+  Counter published; // write phases left
+  std::atomic<uint32_t> reading; // it is reading other ranks' tensors just now
+
+  alignas(64) SharedLabel doing; // the operation called last
+  Post posts[kPosts];
+};
+
+struct Control {
+  enum Failure : uint32_t { kNone, kBeingWritten, kWritten };
+
+  std::atomic<uint32_t> failure;
+  std::atomic<int32_t> failed_rank;
+  Text<1024> reason;
+  RankSlot ranks[]; // one per rank
+
+  static size_t bytes(int size) {
+    return sizeof(Control) + sizeof(RankSlot) * static_cast<size_t>(size);
+  }
+};
+
+} // namespace fsdp::shm

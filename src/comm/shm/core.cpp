@@ -1,0 +1,35 @@
+#include "comm/shm/core.h"
+
+#include <utility>
+
+#include <fsdp/error.h>
+
+namespace fsdp::shm {
+
+Core::Core(std::shared_ptr<Members> members_, Reach reach_)
+    : members(std::move(members_)), reach(std::move(reach_)), collectives(*members), phases(*members), fresh_homes(*members) {
+  members->set_background(&collectives);
+  members->family()->groups.push_back(members);
+}
+
+Core::~Core() {
+  if (members->inherited()) {
+    return;
+  }
+  const Label label{"leave", ""};
+  try {
+    collectives.advance();
+    phases.publish_writes();
+    fresh_homes.publish();
+    if (!members->failed()) {
+      collectives.await_kept(0, label);
+    }
+  } catch (const Error&) { // the others will hear of it by themselves
+  }
+  if (members->failed() && members->one_process()) {
+    members->await_readers();
+  }
+  members->set_background(nullptr);
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/shm/collectives.h"
+#include "comm/shm/fresh_homes.h"
+#include "comm/shm/members.h"
+#include "comm/shm/phases.h"
+#include "comm/shm/reach.h"
+#include "comm/shm/scratch.h"
+
+namespace fsdp::shm {
+
+/// What a group, its homes and its running collectives share on one rank; it goes with the last of them.
+struct Core {
+  Core(std::shared_ptr<Members> members_, Reach reach_);
+  /// Waits until nobody reads this rank's memory any more, then leaves.
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  std::shared_ptr<Members> members;
+  Reach reach;
+  Collectives collectives;
+  Phases phases;
+  std::weak_ptr<Scratch> scratch; // while homes use it
+  FreshHomes fresh_homes;
+  int homes = 0; // alive
+  bool keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
+};
+
+using CorePointer = std::shared_ptr<Core>;
+
+inline std::shared_ptr<Collectives> collectives_of(const CorePointer& core) {
+  return {core, &core->collectives};
+}
+
+// The collectives, one file each. The first two return once posted.
+std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label);
+std::unique_ptr<Work> all_reduce(const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
+void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label);
+
+/// Every rank's bytes. Makes this rank's writes so far visible to a rank that reads alone.
+std::vector<std::string> exchange(const CorePointer& core, const std::string& bytes, const Label& label);
+
+std::shared_ptr<Home> make_home(
+    const CorePointer& core,
+    std::vector<Piece> pieces,
+    const HomeOptions& options,
+    const Label& label);
+
+} // namespace fsdp::shm

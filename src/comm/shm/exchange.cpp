@@ -1,0 +1,63 @@
+#include <algorithm>
+#include <cstring>
+
+#include "comm/shm/core.h"
+
+namespace fsdp::shm {
+namespace {
+
+// Words of a post: the number of bytes, flags, and then the bytes, or where they are.
+constexpr uint64_t kWriting = 1; // the rank is in a write phase
+constexpr uint64_t kReadFresh = 2; // the rank has gathered a fresh home
+constexpr size_t kInlineBytes = (Post::kWords - 2) * sizeof(uint64_t);
+
+std::shared_ptr<char> fill(Post& post, const Core& core, const std::string& bytes) {
+  post.words[0] = bytes.size();
+  post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.fresh_homes.was_gathered() ? kReadFresh : 0);
+  if (bytes.size() <= kInlineBytes) {
+    std::memcpy(&post.words[2], bytes.data(), bytes.size());
+    return nullptr;
+  }
+  auto block = core.reach.take(bytes.size());
+  std::memcpy(block.get(), bytes.data(), bytes.size());
+  post.words[2] = core.reach.word(block.get());
+  return block;
+}
+
+std::string read(const Core& core, int rank, uint64_t number) {
+  const Post& post = core.collectives.post_of(rank, number);
+  const size_t bytes = post.words[0];
+  const char* source = bytes <= kInlineBytes ? reinterpret_cast<const char*>(&post.words[2]) : core.reach.at(rank, post.words[2]);
+  return {source, bytes};
+}
+
+} // namespace
+
+std::vector<std::string> exchange(const CorePointer& core, const std::string& bytes, const Label& label) {
+  Post& post = core->collectives.prepare(label, Fingerprint("exchange", label));
+  const auto block = fill(post, *core, bytes);
+  core->phases.publish_writes();
+  core->fresh_homes.publish();
+
+  std::vector<std::string> all;
+  bool all_were_writing = true;
+  bool any_read_fresh = false;
+  const uint64_t number = core->collectives.commit();
+  core->collectives.keep(number, {}, block);
+  const auto step = core->collectives.queue({.number = number, .value = number, .run = [&, core = core.get()] {
+    const Members::Reading reading(*core->members, label);
+    for (int r = 0; r < core->members->size(); ++r) {
+      all.push_back(read(*core, r, number));
+      const uint64_t flags = core->collectives.post_of(r, number).words[1];
+      all_were_writing = all_were_writing && (flags & kWriting);
+      any_read_fresh = any_read_fresh || (flags & kReadFresh);
+    }
+  }});
+  core->collectives.finish(step);
+  core->collectives.release_kept();
+  core->phases.resume(all_were_writing);
+  core->fresh_homes.resume(any_read_fresh);
+  return all;
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,300 @@
+#include <algorithm>
+#include <utility>
+
+#include <ATen/ops/from_blob.h>
+
+#include "base/check.h"
+#include "comm/shm/arena.h"
+#include "comm/shm/core.h"
+
+namespace fsdp::shm {
+namespace {
+
+constexpr size_t kLine = 64; // pieces start where LibTorch's own memory would: kernels are chosen by alignment
+
+size_t whole_lines(size_t bytes) {
+  return (bytes + kLine - 1) / kLine * kLine;
+}
+
+size_t bytes_of(int64_t count, c10::ScalarType dtype) {
+  return static_cast<size_t>(count) * c10::elementSize(dtype);
+}
+
+bool in_place(const Piece& piece) {
+  return piece.stored == piece.gathered;
+}
+
+// Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast, in
+// scratch.
+struct Layout {
+  Layout(const std::vector<Piece>& pieces, int size) : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
+    for (const Piece& piece : pieces) {
+      stored.push_back(stored_bytes);
+      stored_bytes += whole_lines(bytes_of(piece.numel, piece.stored));
+      cast.push_back(cast_bytes);
+      cast_bytes += in_place(piece) ? 0 : whole_lines(bytes_of(piece.numel, piece.gathered));
+    }
+    any_in_place = std::any_of(pieces.begin(), pieces.end(), in_place);
+    any_cast = !std::all_of(pieces.begin(), pieces.end(), in_place);
+  }
+
+  std::vector<size_t> stored; // offsets
+  std::vector<size_t> cast;
+  size_t stored_bytes;
+  size_t cast_bytes = 0;
+  bool any_in_place;
+  bool any_cast;
+};
+
+// What a home and what was gathered from it have in common; it outlives both.
+struct HomeState {
+  HomeState(CorePointer core_, std::vector<Piece> pieces_) : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size()) {
+    ++core->homes;
+  }
+  ~HomeState() {
+    core->fresh_homes.remove(fresh);
+    if (--core->homes == 0 && std::exchange(core->keeps_arena, false)) {
+      Arena::of_process().stop_keeping();
+    }
+  }
+  HomeState(const HomeState&) = delete;
+  HomeState& operator=(const HomeState&) = delete;
+
+  char* slice(size_t index) const {
+    const Piece& piece = pieces[index];
+    return segment->writable() + layout.stored[index] + bytes_of(piece.begin(core->members->rank()), piece.stored);
+  }
+
+  CorePointer core;
+  std::vector<Piece> pieces;
+  Layout layout;
+  std::shared_ptr<Segment> segment;
+  std::shared_ptr<Scratch> scratch; // null if nothing is cast
+  FreshHomes::State fresh;
+};
+using StatePointer = std::shared_ptr<HomeState>;
+
+class GatheredPieces final : public Gathered {
+ public:
+  GatheredPieces(StatePointer state, const Label& label) : state_(std::move(state)), label_(label) {
+    Core& core = *state_->core;
+    core.members->begin(label_);
+    core.collectives.release_kept();
+    core.fresh_homes.gathered(state_->fresh);
+    if (state_->layout.any_in_place) {
+      core.phases.publish_writes();
+    }
+    if (state_->layout.any_cast) {
+      cast();
+    }
+  }
+
+  ~GatheredPieces() override {
+    if (has_region_) {
+      state_->scratch->release(region_);
+    }
+  }
+
+  void wait() override {
+    Core& core = *state_->core;
+    if (state_->layout.any_in_place) {
+      core.phases.await_readable(label_);
+      core.fresh_homes.await_readable(state_->fresh, label_);
+    }
+    if (arrival_) {
+      core.collectives.finish(arrival_);
+    }
+  }
+
+  void* piece(size_t index) const override {
+    const Layout& layout = state_->layout;
+    const char* memory = in_place(state_->pieces[index]) ? state_->segment->readable() + layout.stored[index]
+                                                         : state_->scratch->readable(region_) + layout.cast[index];
+    return const_cast<char*>(memory); // mapped for reading only
+  }
+
+  int64_t bytes() const override {
+    const int64_t size = state_->core->members->size();
+    return (static_cast<int64_t>(state_->layout.cast_bytes) + size - 1) / size; // the ranks share it
+  }
+
+ private:
+  // Every rank converts its slice of each piece, once, into the region that all ranks chose alike.
+  void cast() {
+    Core& core = *state_->core;
+    Scratch& scratch = *state_->scratch;
+    region_ = scratch.take(std::max<size_t>(1, state_->layout.cast_bytes));
+    has_region_ = true;
+    scratch.await_free(region_, label_);
+    for (size_t i = 0; i < state_->pieces.size(); ++i) {
+      if (!in_place(state_->pieces[i])) {
+        cast_slice(i);
+      }
+    }
+    core.collectives.prepare(label_, Fingerprint("gather", label_).add(scratch.history()));
+    const uint64_t number = core.collectives.commit();
+    arrival_ = core.collectives.queue({.number = number, .value = number});
+  }
+
+  void cast_slice(size_t index) const {
+    const Piece& piece = state_->pieces[index];
+    const int rank = state_->core->members->rank();
+    if (piece.length(rank) == 0) {
+      return;
+    }
+    char* target = state_->scratch->writable(region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
+    at::from_blob(target, {piece.length(rank)}, piece.gathered)
+        .copy_(at::from_blob(state_->slice(index), {piece.length(rank)}, piece.stored));
+  }
+
+  StatePointer state_;
+  Label label_;
+  Scratch::Region region_{};
+  bool has_region_ = false;
+  Collectives::StepPointer arrival_;
+};
+
+class SharedHome final : public Home {
+ public:
+  explicit SharedHome(StatePointer state) : state_(std::move(state)) {}
+
+  void* slice(size_t index) const override {
+    return state_->slice(index);
+  }
+
+  // Slices that are cast are read by their own rank only.
+  void begin_write(const Label& label) override {
+    Core& core = *state_->core;
+    if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
+      core.phases.begin_write(label);
+      core.collectives.release_kept(); // the others have read this step's gradients
+    }
+  }
+
+  std::unique_ptr<Gathered> gather(const Label& label) override {
+    keep_arena();
+    return std::make_unique<GatheredPieces>(state_, label);
+  }
+
+ private:
+  // From the first step on; what a model is made in goes back to the system at once.
+  void keep_arena() {
+    Core& core = *state_->core;
+    if (!core.keeps_arena && !core.members->one_process()) {
+      core.keeps_arena = true;
+      Arena::of_process().start_keeping();
+    }
+  }
+
+  StatePointer state_;
+};
+
+void check(const std::vector<Piece>& pieces, const HomeOptions& options, int size, const Label& label) {
+  FSDP_CHECK(
+      options.device.is_cpu(),
+      "[", label.operation, "] the shared-memory group holds parameters on the CPU, asked for ", options.device.str(),
+      "; use the backend of that device");
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    FSDP_CHECK(
+        pieces[i].chunk * size >= pieces[i].numel,
+        "[", label.operation, "] expected slices of ", size, " ranks that cover ", pieces[i].numel, " elements of piece ", i,
+        ", got chunks of ", pieces[i].chunk);
+  }
+}
+
+std::string description(const std::vector<Piece>& pieces) {
+  Fingerprint print("pieces", {"", ""});
+  for (const Piece& piece : pieces) {
+    print.add(static_cast<uint64_t>(piece.numel)).add(static_cast<uint64_t>(piece.chunk));
+    print.add(static_cast<uint64_t>(piece.stored)).add(static_cast<uint64_t>(piece.gathered));
+  }
+  return std::to_string(print.value());
+}
+
+// What rank 0 makes for all, and how it went.
+struct Offer {
+  std::shared_ptr<Segment> home;
+  std::shared_ptr<Segment> scratch;
+  std::string error;
+
+  std::string packed() const {
+    const SegmentId none;
+    return (home ? home->id() : none).packed() + (scratch ? scratch->id() : none).packed() + error;
+  }
+};
+
+Offer make_offer(const Layout& layout, bool new_scratch, int size) {
+  Offer offer;
+  try {
+    offer.home = Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite);
+    if (new_scratch) {
+      offer.scratch = Scratch::make_segment(size);
+    }
+  } catch (const Error& error) {
+    offer.error = error.what();
+  }
+  return offer;
+}
+
+void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
+  const size_t id_bytes = sizeof(SegmentId);
+  FSDP_CHECK(packed.size() == 2 * id_bytes, packed.substr(2 * id_bytes));
+  state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
+  state.fresh.published = reinterpret_cast<Progress*>(state.segment->writable());
+  state.core->fresh_homes.add(state.fresh);
+  if (new_scratch) {
+    auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
+    state.scratch = std::make_shared<Scratch>(*state.core->members, std::move(segment));
+    state.core->scratch = state.scratch;
+  }
+}
+
+// Whether the ranks need a new scratch: homes are not destroyed at one moment everywhere, so some may have none any more.
+bool agree_on_scratch(HomeState& state, const Label& label) {
+  state.scratch = state.layout.any_cast ? state.core->scratch.lock() : nullptr;
+  const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
+  const auto all = exchange(state.core, description(state.pieces) + "/" + mine, label);
+  const auto slash = [](const std::string& text) { return text.find('/'); };
+  for (size_t r = 0; r < all.size(); ++r) {
+    if (all[r].substr(0, slash(all[r])) != description(state.pieces)) {
+      state.core->members->fail(
+          label,
+          "rank " + std::to_string(state.core->members->rank()) + " and rank " + std::to_string(r) +
+              " share different parameters in " + describe(label.operation, label.unit) + "; they must agree");
+    }
+  }
+  const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == all[0]; });
+  return state.layout.any_cast && !(same && state.scratch);
+}
+
+} // namespace
+
+std::shared_ptr<Home> make_home(
+    const CorePointer& core,
+    std::vector<Piece> pieces,
+    const HomeOptions& options,
+    const Label& label) {
+  check(pieces, options, core->members->size(), label);
+  auto state = std::make_shared<HomeState>(core, std::move(pieces));
+  const bool new_scratch = agree_on_scratch(*state, label);
+  const Offer offer = core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
+  const std::string offered = exchange(core, offer.packed(), label)[0];
+  std::string error;
+  try {
+    open_offer(*state, offered, new_scratch);
+  } catch (const Error& failure) {
+    error = failure.what();
+  }
+  for (const std::string& result : exchange(core, error, label)) {
+    FSDP_CHECK(result.empty(), result);
+  }
+  if (core->members->rank() == 0) {
+    offer.home->hide();
+    if (offer.scratch) {
+      offer.scratch->hide();
+    }
+  }
+  return std::make_shared<SharedHome>(std::move(state));
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,108 @@
+#include "comm/shm/join.h"
+
+#include <cstring>
+#include <utility>
+
+#include <unistd.h>
+
+#include "base/check.h"
+
+namespace fsdp::shm {
+namespace {
+
+// What a rank tells the others before they share any memory. Plain data.
+struct Greeting {
+  int32_t pid;
+  SegmentId arena;
+  SegmentId control; // of rank 0
+
+  std::string packed() const {
+    return {reinterpret_cast<const char*>(this), sizeof(*this)};
+  }
+  static Greeting unpacked(const std::string& bytes) {
+    Greeting greeting;
+    FSDP_CHECK(
+        bytes.size() == sizeof(greeting),
+        "[join shared-memory group] expected a greeting of ", sizeof(greeting), " bytes, got ", bytes.size(),
+        "; all ranks must run the same build");
+    std::memcpy(&greeting, bytes.data(), sizeof(greeting));
+    return greeting;
+  }
+};
+
+std::vector<Greeting> greet(const Greeting& mine, const Exchange& exchange) {
+  std::vector<Greeting> all;
+  for (const std::string& bytes : exchange(mine.packed())) {
+    all.push_back(Greeting::unpacked(bytes));
+  }
+  return all;
+}
+
+std::vector<std::shared_ptr<Segment>> open_arenas(const std::vector<Greeting>& greetings) {
+  std::vector<std::shared_ptr<Segment>> arenas;
+  for (const Greeting& greeting : greetings) {
+    const bool other_process = greeting.pid != getpid();
+    arenas.push_back(other_process ? Segment::open(greeting.arena, Access::kRead) : nullptr);
+  }
+  return arenas;
+}
+
+int processes(const std::vector<Greeting>& greetings) {
+  int others = 0;
+  for (const Greeting& greeting : greetings) {
+    others += greeting.pid != getpid();
+  }
+  return others + 1;
+}
+
+std::shared_ptr<Members> enter(const Joining& joining, const SegmentId& control) {
+  return std::make_shared<Members>(
+      Members::Place{joining.rank, joining.size, joining.timeout},
+      Segment::open(control, Access::kWrite),
+      joining.family);
+}
+
+// Everybody's words on how it went: throws the first complaint.
+void agree(const std::string& complaint, const Exchange& exchange) {
+  for (const std::string& other : exchange(complaint)) {
+    FSDP_CHECK(other.empty(), other);
+  }
+}
+
+} // namespace
+
+CorePointer join(const Joining& joining, const Exchange& exchange) {
+  std::shared_ptr<Segment> made;
+  std::shared_ptr<Members> members;
+  std::vector<Greeting> greetings;
+  std::vector<std::shared_ptr<Segment>> arenas;
+  std::string complaint;
+  Greeting mine{static_cast<int32_t>(getpid()), Arena::of_process().id(), {}};
+  try {
+    if (joining.rank == 0) {
+      made = Segment::create("fsdp-group", Control::bytes(joining.size), Access::kWrite);
+      mine.control = made->id();
+    }
+  } catch (const Error& error) {
+    complaint = error.what();
+  }
+  greetings = greet(mine, exchange);
+  try {
+    members = enter(joining, greetings[0].control);
+    arenas = open_arenas(greetings);
+  } catch (const Error& error) {
+    complaint += error.what();
+  }
+  agree(complaint, exchange);
+  if (made) {
+    made->hide();
+  }
+  members->meet();
+  if (joining.arena && !members->one_process()) {
+    Arena::of_process().serve_tensors(processes(greetings));
+  }
+  Reach reach(*members, std::move(arenas));
+  return std::make_shared<Core>(std::move(members), std::move(reach));
+}
+
+} // namespace fsdp::shm

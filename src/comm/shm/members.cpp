@@ -1,0 +1,268 @@
+#include "comm/shm/members.h"
+
+#include <algorithm>
+#include <sstream>
+#include <thread>
+
+#include <sched.h>
+#include <unistd.h>
+
+#include <fsdp/error.h>
+
+#include "comm/shm/futex.h"
+#include "comm/shm/process.h"
+
+namespace fsdp::shm {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::steady_clock;
+
+// How long a death, an abort or a missed bell may go unnoticed.
+constexpr milliseconds kNap{20};
+
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
+}
+
+// Spinning pays while every rank has a core of its own: otherwise it keeps the awaited rank from running.
+int spins_for(int size) {
+  return size <= usable_cores() ? 4000 : 50;
+}
+
+std::string of_unit(std::string_view unit) {
+  return unit.empty() ? "" : " of '" + std::string(unit) + "'";
+}
+
+std::string in_unit(std::string_view unit) {
+  return unit.empty() ? "" : " in unit '" + std::string(unit) + "'";
+}
+
+std::string seconds(milliseconds time) {
+  std::ostringstream out;
+  out << std::chrono::duration<double>(time).count() << " s";
+  return out.str();
+}
+
+// Says for the length of a scope whom this rank waits for and whose changes have to wake it.
+class Asleep {
+ public:
+  Asleep(RankSlot& slot, int peer, bool wake_for_anybody) : slot_(slot) {
+    slot_.waits_for.store(peer + 1);
+    slot_.wakes_for.store(wake_for_anybody ? RankSlot::kAnybody : peer + 1);
+  }
+  ~Asleep() {
+    slot_.wakes_for.store(RankSlot::kNobody);
+    slot_.waits_for.store(RankSlot::kNobody);
+  }
+  Asleep(const Asleep&) = delete;
+  Asleep& operator=(const Asleep&) = delete;
+
+ private:
+  RankSlot& slot_;
+};
+
+} // namespace
+
+std::string describe(std::string_view operation, std::string_view unit) {
+  return std::string(operation) + of_unit(unit);
+}
+
+Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
+    : place_(place),
+      segment_(std::move(control)),
+      family_(std::move(family)),
+      control_(reinterpret_cast<Control*>(segment_->writable())),
+      mine_(&control_->ranks[place.rank]),
+      spins_(spins_for(family_->ranks_on_host)) {
+  mine_->pid = getpid();
+  mine_->started = process_start(getpid()).value_or(0);
+  mine_->presence.store(Presence::kHere);
+}
+
+Members::~Members() {
+  if (!inherited()) {
+    mine_->presence.store(Presence::kLeft);
+    wake_waiting();
+  }
+}
+
+bool Members::inherited() const {
+  return getpid() != mine_->pid;
+}
+
+void Members::meet() {
+  one_process_ = true;
+  for (int r = 0; r < size(); ++r) {
+    one_process_ = one_process_ && slot(r).pid == mine_->pid;
+  }
+}
+
+void Members::begin(const Label& label) {
+  throw_if_failed(label);
+  mine_->doing.store(label);
+}
+
+void Members::publish(Counter& counter, uint64_t value) {
+  counter.store(value); // sequentially consistent: see [Note: no lost wake-up]
+  wake_waiting();
+}
+
+// [Note: no lost wake-up] A waiter says that it sleeps, then looks once more. A publisher changes the counter, then looks for
+// sleepers. All four are sequentially consistent, so at least one sees the other.
+void Members::wake_waiting() const {
+  for (int r = 0; r < size(); ++r) {
+    const int32_t whom = slot(r).wakes_for.load();
+    if (whom == RankSlot::kAnybody || whom == rank() + 1) {
+      ring(slot(r));
+    }
+  }
+}
+
+void Members::ring(RankSlot& slot) const {
+  slot.bell.fetch_add(1);
+  futex_wake_all(slot.bell);
+}
+
+void Members::relax_core() {
+  relax();
+}
+
+void Members::await_all(Counter RankSlot::*counter, uint64_t value, const Label& label) {
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank()) {
+      await(r, label, [&] { return (slot(r).*counter).load() >= value; });
+    }
+  }
+}
+
+void Members::await_asleep(int peer, const Label& label, const std::function<bool()>& ready) {
+  const auto deadline = steady_clock::now() + place_.timeout;
+  Asleep asleep(*mine_, peer, background_ && background_->pending());
+  while (true) {
+    const uint32_t bell = mine_->bell.load();
+    if (ready()) {
+      return;
+    }
+    if (advance_background()) {
+      continue;
+    }
+    throw_if_failed(label);
+    if (gone(peer) && !ready()) {
+      fail_waiting(label, peer, fate(peer));
+    }
+    if (steady_clock::now() >= deadline) {
+      const int silent = culprit(peer);
+      fail_waiting(
+          label,
+          silent,
+          "rank " + std::to_string(silent) + " gave no sign for " + seconds(place_.timeout) + " (it is in " +
+              last_words(silent) + ")");
+    }
+    futex_wait(mine_->bell, bell, kNap);
+  }
+}
+
+bool Members::advance_background() {
+  return background_ && background_->pending() && background_->advance();
+}
+
+bool Members::gone(int peer) const {
+  RankSlot& other = slot(peer);
+  if (other.presence.load() == Presence::kLeft) {
+    return true;
+  }
+  if (other.pid == mine_->pid) {
+    return false; // a thread that ends leaves first
+  }
+  return process_start(other.pid) != std::optional(other.started);
+}
+
+std::string Members::last_words(int peer) const {
+  const std::string operation = slot(peer).doing.operation.load();
+  return operation.empty() ? "no operation yet" : describe(operation, slot(peer).doing.unit.load());
+}
+
+std::string Members::fate(int peer) const {
+  const bool left = slot(peer).presence.load() == Presence::kLeft;
+  return "rank " + std::to_string(peer) + (left ? " has left the group" : " has died") + " (its last operation: " +
+      last_words(peer) + ")";
+}
+
+// Who holds everybody up: the awaited rank may itself be waiting for another.
+int Members::culprit(int peer) const {
+  for (int hops = 0; hops < size(); ++hops) {
+    const int32_t next = slot(peer).waits_for.load();
+    if (next <= 0 || next - 1 == rank()) {
+      break;
+    }
+    peer = next - 1;
+  }
+  return peer;
+}
+
+void Members::fail_waiting(const Label& label, int peer, const std::string& what) {
+  fail(label, "rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) + in_unit(label.unit) + ": " + what);
+}
+
+void Members::fail(const Label& label, const std::string& what) {
+  const std::string message = "[" + std::string(label.operation) + "] " + what;
+  mark_failed(message);
+  throw CommError(message);
+}
+
+void Members::mark_failed(const std::string& reason) {
+  uint32_t none = Control::kNone;
+  if (!control_->failure.compare_exchange_strong(none, Control::kBeingWritten)) {
+    return;
+  }
+  control_->failed_rank.store(rank());
+  control_->reason.store(reason);
+  control_->failure.store(Control::kWritten);
+  for (int r = 0; r < size(); ++r) {
+    ring(slot(r));
+  }
+  for (const auto& relative : family_->groups) {
+    if (auto group = relative.lock(); group && group.get() != this) {
+      group->mark_failed(reason);
+    }
+  }
+}
+
+void Members::throw_if_failed(const Label& label) const {
+  if (!failed()) {
+    return;
+  }
+  for (int i = 0; i < 1000 && control_->failure.load() == Control::kBeingWritten; ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
+  }
+  std::ostringstream out;
+  out << "[" << label.operation << "] rank " << rank() << " was stopped" << in_unit(label.unit) << " by rank "
+      << control_->failed_rank.load() << ": " << control_->reason.load();
+  throw CommError(out.str());
+}
+
+// The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up].
+Members::Reading::Reading(Members& members, const Label& label) : members_(members) {
+  members_.mine_->reading.store(1);
+  if (members_.failed()) {
+    members_.mine_->reading.store(0);
+    members_.throw_if_failed(label);
+  }
+}
+
+Members::Reading::~Reading() {
+  members_.mine_->reading.store(0, std::memory_order_release);
+}
+
+void Members::await_readers() const {
+  for (int r = 0; r < size(); ++r) {
+    while (r != rank() && slot(r).reading.load() != 0 && !gone(r)) {
+      std::this_thread::yield();
+    }
+  }
+}
+
+} // namespace fsdp::shm

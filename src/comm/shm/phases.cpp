@@ -1,0 +1,45 @@
+#include "comm/shm/phases.h"
+
+namespace fsdp::shm {
+
+void Phases::begin_write(const Label& label) {
+  members_.begin(label);
+  ++phase_;
+  members_.publish(members_.mine().writing, phase_);
+  members_.await_all(&RankSlot::writing, phase_, label);
+  writing_ = true;
+}
+
+void Phases::publish_writes() {
+  if (writing_) {
+    writing_ = false;
+    members_.publish(members_.mine().published, phase_);
+  }
+}
+
+bool Phases::readable() {
+  for (int r = 0; readable_ < phase_ && r < members_.size(); ++r) {
+    if (members_.slot(r).published.load() < phase_) {
+      return false;
+    }
+  }
+  readable_ = phase_;
+  return true;
+}
+
+void Phases::await_readable(const Label& label) {
+  if (!readable()) {
+    members_.await_all(&RankSlot::published, phase_, label);
+    readable_ = phase_;
+  }
+}
+
+void Phases::resume(bool all_were_writing) {
+  readable_ = phase_; // whoever was writing has published
+  if (all_were_writing) {
+    members_.publish(members_.mine().writing, ++phase_);
+    writing_ = true;
+  }
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,37 @@
+#include "comm/shm/process.h"
+
+#include <fstream>
+#include <sstream>
+#include <string>
+
+namespace fsdp::shm {
+namespace {
+
+// The fields of /proc/<pid>/stat from the third on: the second, the program's name, may hold blanks and brackets.
+std::string fields_after_name(int32_t pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t bracket = line.rfind(')');
+  return bracket == std::string::npos ? "" : line.substr(bracket + 1);
+}
+
+} // namespace
+
+std::optional<uint64_t> process_start(int32_t pid) {
+  constexpr int kFieldsBetween = 18; // the state is field 3, the start time field 22
+  std::istringstream fields(fields_after_name(pid));
+  char state = 'X';
+  if (!(fields >> state) || state == 'X' || state == 'Z') {
+    return std::nullopt;
+  }
+  std::string skipped;
+  for (int i = 0; i < kFieldsBetween; ++i) {
+    fields >> skipped;
+  }
+  uint64_t start = 0;
+  fields >> start;
+  return fields ? std::optional(start) : std::nullopt;
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,91 @@
+#include "comm/shm/publication.h"
+
+#include <cstring>
+
+#include "base/check.h"
+
+namespace fsdp::shm {
+namespace {
+
+constexpr size_t kLine = 64;
+
+size_t whole_lines(size_t bytes) {
+  return (bytes + kLine - 1) / kLine * kLine;
+}
+
+void copy_foreign(char* to, const Publication::Part& part) {
+  std::memcpy(to, part.memory, part.own_begin);
+  std::memcpy(to + part.own_end, part.memory + part.own_end, part.bytes - part.own_end);
+}
+
+} // namespace
+
+void Publication::publish(Post& post, const std::vector<Part>& parts) {
+  const bool needs_table = parts.size() > Post::kWords;
+  size_t bytes = needs_table ? whole_lines(parts.size() * sizeof(uint64_t)) : 0;
+  for (const Part& part : parts) {
+    bytes += reach_.covers(part.memory) ? 0 : whole_lines(part.bytes);
+  }
+  block_ = bytes > 0 ? reach_.take(bytes) : nullptr;
+
+  char* free = block_.get();
+  uint64_t* words = post.words;
+  if (needs_table) {
+    post.words[0] = reach_.word(free);
+    words = reinterpret_cast<uint64_t*>(free);
+    free += whole_lines(parts.size() * sizeof(uint64_t));
+  }
+  for (const Part& part : parts) {
+    const bool covered = reach_.covers(part.memory);
+    char* place = covered ? const_cast<char*>(part.memory) : free;
+    if (!covered) {
+      copy_foreign(place, part);
+      free += whole_lines(part.bytes);
+    }
+    *words++ = part.bytes > 0 ? reach_.word(place) : 0;
+    places_.push_back(place);
+  }
+}
+
+const char* Publication::find(const Reach& reach, const Post& post, int rank, size_t index, size_t count) {
+  const uint64_t* words = post.words;
+  if (count > Post::kWords) {
+    words = reinterpret_cast<const uint64_t*>(reach.at(rank, post.words[0]));
+  }
+  return reach.at(rank, words[index]);
+}
+
+Numbers numbers_of(c10::ScalarType dtype, const Label& label) {
+  switch (dtype) {
+    case c10::ScalarType::Float:
+      return {Number::kFloat, 1};
+    case c10::ScalarType::Double:
+      return {Number::kDouble, 1};
+    case c10::ScalarType::Half:
+      return {Number::kHalf, 1};
+    case c10::ScalarType::BFloat16:
+      return {Number::kBFloat16, 1};
+    case c10::ScalarType::ComplexFloat:
+      return {Number::kFloat, 2};
+    case c10::ScalarType::ComplexDouble:
+      return {Number::kDouble, 2};
+    case c10::ScalarType::Char:
+      return {Number::kInt8, 1};
+    case c10::ScalarType::Byte:
+      return {Number::kUInt8, 1};
+    case c10::ScalarType::Short:
+      return {Number::kInt16, 1};
+    case c10::ScalarType::Int:
+      return {Number::kInt32, 1};
+    case c10::ScalarType::Long:
+      return {Number::kInt64, 1};
+    case c10::ScalarType::Bool:
+      return {Number::kBool, 1};
+    default:
+      fail(
+          "[", label.operation, "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
+          c10::toString(dtype), "; convert first");
+  }
+}
+
+} // namespace fsdp::shm

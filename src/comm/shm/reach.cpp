@@ -1,0 +1,35 @@
+#include "comm/shm/reach.h"
+
+#include <new>
+#include <utility>
+
+namespace fsdp::shm {
+namespace {
+
+constexpr std::align_val_t kAlignment{64};
+
+} // namespace
+
+Reach::Reach(const Members& members, std::vector<std::shared_ptr<Segment>> arenas)
+    : one_process_(members.one_process()), segments_(std::move(arenas)) {
+  for (const auto& segment : segments_) {
+    bases_.push_back(segment ? segment->readable() : Arena::of_process().base());
+  }
+}
+
+uint64_t Reach::word(const void* memory) const {
+  return one_process_ ? reinterpret_cast<uint64_t>(memory) : Arena::of_process().offset(memory);
+}
+
+const char* Reach::at(int rank, uint64_t word) const {
+  return one_process_ ? reinterpret_cast<const char*>(word) : bases_[static_cast<size_t>(rank)] + word;
+}
+
+std::shared_ptr<char> Reach::take(size_t bytes) const {
+  if (one_process_) {
+    return {static_cast<char*>(::operator new(bytes, kAlignment)), [](char* memory) { ::operator delete(memory, kAlignment); }};
+  }
+  return {static_cast<char*>(Arena::of_process().take(bytes)), [](char* memory) { Arena::of_process().give_back(memory); }};
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,258 @@
+#include "comm/shm/reduce.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <type_traits>
+
+namespace fsdp::shm {
+namespace {
+
+// Small enough for a block of the result to stay in the first-level cache while each rank's numbers are added to it.
+constexpr int64_t kBlock = 2048;
+
+// Half types, stored as their bits. The conversions are branch-free integer arithmetic, so that they vectorize anywhere.
+struct BFloat16 {
+  uint16_t bits;
+};
+
+struct Half {
+  uint16_t bits;
+};
+
+inline __attribute__((always_inline)) float to_float(BFloat16 value) {
+  return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
+}
+
+inline __attribute__((always_inline)) BFloat16 to_bfloat16(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t to_nearest_even = 0x7fff + ((bits >> 16) & 1);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return {static_cast<uint16_t>(is_nan ? 0x7fc0 : (bits + to_nearest_even) >> 16)};
+}
+
+// Normal numbers: exponent and mantissa move to their places in a float and the exponent's bias is corrected. Subnormal ones
+// are integers times 2^-24.
+inline __attribute__((always_inline)) float to_float(Half value) {
+  const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
+  const uint32_t exponent = value.bits & 0x7c00;
+  const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
+  const uint32_t normal = shifted + (exponent == 0x7c00 ? 0x70000000u : 0x38000000u); // infinity and NaN: all ones
+  const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(value.bits & 0x3ff)) * 0x1p-24f);
+  return std::bit_cast<float>(sign | (exponent == 0 ? subnormal : normal));
+}
+
+// Three cases, each computed and one chosen: too big or NaN, subnormal (an addition rounds at the right place), normal.
+inline __attribute__((always_inline)) Half to_half(float value) {
+  const uint32_t bits = std::bit_cast<uint32_t>(value);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  const uint32_t magnitude = bits & 0x7fffffff;
+  const uint32_t special = magnitude > 0x7f800000 ? 0x7e00 : 0x7c00;
+  const uint32_t subnormal = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
+  const uint32_t normal = (magnitude - 0x38000000 + 0xfff + ((magnitude >> 13) & 1)) >> 13;
+  const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
+  return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000 ? special : finite))};
+}
+
+// How a stored type is computed with.
+template <typename Stored>
+struct Arithmetic {
+  using Type = Stored;
+  static inline __attribute__((always_inline)) Type load(Stored value) {
+    return value;
+  }
+  static inline __attribute__((always_inline)) Stored store(Type value) {
+    return value;
+  }
+};
+
+template <>
+struct Arithmetic<BFloat16> {
+  using Type = float;
+  static inline __attribute__((always_inline)) float load(BFloat16 value) {
+    return to_float(value);
+  }
+  static inline __attribute__((always_inline)) BFloat16 store(float value) {
+    return to_bfloat16(value);
+  }
+};
+
+template <>
+struct Arithmetic<Half> {
+  using Type = float;
+  static inline __attribute__((always_inline)) float load(Half value) {
+    return to_float(value);
+  }
+  static inline __attribute__((always_inline)) Half store(float value) {
+    return to_half(value);
+  }
+};
+
+struct Sum {
+  template <typename T>
+  static inline __attribute__((always_inline)) T of(T a, T b) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return a || b;
+    } else if constexpr (std::is_integral_v<T>) {
+      return static_cast<T>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b)); // wraps around, as torch's does
+    } else {
+      return a + b;
+    }
+  }
+};
+
+// A NaN on any rank is the result, as in torch.
+struct Max {
+  template <typename T>
+  static inline __attribute__((always_inline)) T of(T a, T b) {
+    return (a < b || b != b) ? b : a;
+  }
+};
+
+struct Min {
+  template <typename T>
+  static inline __attribute__((always_inline)) T of(T a, T b) {
+    return (b < a || b != b) ? b : a;
+  }
+};
+
+template <typename T>
+inline __attribute__((always_inline)) T divided(T value, double divisor) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return value / static_cast<T>(divisor);
+  } else {
+    return static_cast<T>(static_cast<double>(value) / divisor);
+  }
+}
+
+// One block: every source is read once, the sums stay in the cache.
+template <typename Stored, typename Operation>
+inline __attribute__((always_inline)) void reduce_block(const Reduction& reduction, int64_t begin, int64_t count) {
+  using Number = typename Arithmetic<Stored>::Type;
+  alignas(64) std::array<Number, kBlock> sums;
+  const auto source = [&](int rank) { return static_cast<const Stored*>(reduction.sources[rank]) + begin; };
+  const Stored* first = source(0);
+  for (int64_t i = 0; i < count; ++i) {
+    sums[i] = Arithmetic<Stored>::load(first[i]);
+  }
+  for (int rank = 1; rank < reduction.count_sources; ++rank) {
+    const Stored* next = source(rank);
+    for (int64_t i = 0; i < count; ++i) {
+      sums[i] = Operation::template of<Number>(sums[i], Arithmetic<Stored>::load(next[i]));
+    }
+  }
+  if (reduction.divide_by != 1) {
+    for (int64_t i = 0; i < count; ++i) {
+      sums[i] = divided<Number>(sums[i], reduction.divide_by);
+    }
+  }
+  Stored* result = static_cast<Stored*>(reduction.result) + begin;
+  for (int64_t i = 0; i < count; ++i) {
+    result[i] = Arithmetic<Stored>::store(sums[i]);
+  }
+}
+
+template <typename Stored, typename Operation>
+inline __attribute__((always_inline)) void reduce_as(const Reduction& reduction) {
+  for (int64_t begin = 0; begin < reduction.count; begin += kBlock) {
+    reduce_block<Stored, Operation>(reduction, begin, std::min(kBlock, reduction.count - begin));
+  }
+}
+
+template <typename Stored>
+inline __attribute__((always_inline)) void reduce_by(const Reduction& reduction) {
+  switch (reduction.combine) {
+    case Combine::kSum:
+      return reduce_as<Stored, Sum>(reduction);
+    case Combine::kMax:
+      return reduce_as<Stored, Max>(reduction);
+    case Combine::kMin:
+      return reduce_as<Stored, Min>(reduction);
+  }
+}
+
+inline __attribute__((always_inline)) void reduce_any(const Reduction& reduction) {
+  switch (reduction.number) {
+    case Number::kFloat:
+      return reduce_by<float>(reduction);
+    case Number::kDouble:
+      return reduce_by<double>(reduction);
+    case Number::kHalf:
+      return reduce_by<Half>(reduction);
+    case Number::kBFloat16:
+      return reduce_by<BFloat16>(reduction);
+    case Number::kInt8:
+      return reduce_by<int8_t>(reduction);
+    case Number::kUInt8:
+      return reduce_by<uint8_t>(reduction);
+    case Number::kInt16:
+      return reduce_by<int16_t>(reduction);
+    case Number::kInt32:
+      return reduce_by<int32_t>(reduction);
+    case Number::kInt64:
+      return reduce_by<int64_t>(reduction);
+    case Number::kBool:
+      return reduce_by<bool>(reduction);
+  }
+}
+
+} // namespace
+
+void reduce_baseline(const Reduction& reduction) {
+  reduce_any(reduction);
+}
+
+namespace {
+
+using Kernel = void (*)(const Reduction&);
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void reduce_avx2(const Reduction& reduction) {
+  reduce_any(reduction);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) void reduce_avx512(const Reduction& reduction) {
+  reduce_any(reduction);
+}
+
+Kernel best_kernel() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq")) {
+    return &reduce_avx512;
+  }
+  return __builtin_cpu_supports("avx2") ? &reduce_avx2 : &reduce_baseline;
+}
+#else
+Kernel best_kernel() {
+  return &reduce_baseline;
+}
+#endif
+
+} // namespace
+
+void reduce(const Reduction& reduction) {
+  static const Kernel kernel = best_kernel();
+  kernel(reduction);
+}
+
+size_t bytes_of(Number number) {
+  switch (number) {
+    case Number::kBool:
+    case Number::kInt8:
+    case Number::kUInt8:
+      return 1;
+    case Number::kHalf:
+    case Number::kBFloat16:
+    case Number::kInt16:
+      return 2;
+    case Number::kFloat:
+    case Number::kInt32:
+      return 4;
+    case Number::kDouble:
+    case Number::kInt64:
+      return 8;
+  }
+  return 0;
+}
+
+} // namespace fsdp::shm

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+/// Sums over ranks. Free of LibTorch's headers; the file is compiled for several instruction sets.
+namespace fsdp::shm {
+
+enum class Number { kFloat, kDouble, kHalf, kBFloat16, kInt8, kUInt8, kInt16, kInt32, kInt64, kBool };
+enum class Combine { kSum, kMax, kMin };
+
+struct Reduction {
+  Number number;
+  Combine combine = Combine::kSum;
+  double divide_by = 1; ///< a true division at the end; skipped if 1
+
+  const void* const* sources; ///< one per rank
+  int count_sources;
+  void* result; ///< may be one of the sources
+  int64_t count; ///< numbers
+};
+
+/// result[i] = (((sources[0][i] + sources[1][i]) + sources[2][i]) + ...) / divide_by: always in this order, so the bits do not
+/// depend on which rank does it. Half types are summed in float and rounded once, at the end. Bool sums are "any".
+void reduce(const Reduction& reduction);
+/// The same with the instructions that every CPU has. Equal bits.
+void reduce_baseline(const Reduction& reduction);
+
+/// Bytes of one number.
+size_t bytes_of(Number number);
+
+} // namespace fsdp::shm

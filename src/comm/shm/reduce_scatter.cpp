@@ -1,0 +1,115 @@
+#include <utility>
+
+#include "base/check.h"
+#include "comm/shm/publication.h"
+
+namespace fsdp::shm {
+namespace {
+
+// How many collectives' gradients may wait for slow readers.
+constexpr size_t kMostKept = 8;
+
+Piece piece_of(const ReduceScatter& args, size_t index) {
+  const at::Tensor& whole = args.wholes[index];
+  return {whole.numel(), args.chunks[index], whole.scalar_type(), whole.scalar_type()};
+}
+
+void check(const ReduceScatter& args, const Members& members, const Label& label) {
+  const size_t count = args.wholes.size();
+  FSDP_CHECK(
+      args.chunks.size() == count && args.slices.size() == count,
+      "[", label.operation, "] expected as many chunks and slices as whole tensors (", count, "), got ", args.chunks.size(),
+      " and ", args.slices.size());
+  for (size_t i = 0; i < count; ++i) {
+    const Piece piece = piece_of(args, i);
+    FSDP_CHECK(
+        args.wholes[i].is_contiguous() && args.slices[i].is_contiguous(),
+        "[", label.operation, "] expected contiguous tensors, number ", i, " is not; call contiguous()");
+    FSDP_CHECK(
+        args.slices[i].scalar_type() == piece.stored,
+        "[", label.operation, "] expected a result of ", c10::toString(piece.stored), ", number ", i, " is ",
+        c10::toString(args.slices[i].scalar_type()));
+    FSDP_CHECK(
+        piece.chunk * members.size() >= piece.numel && args.slices[i].numel() == piece.length(members.rank()),
+        "[", label.operation, "] expected a result of ", piece.length(members.rank()), " elements for tensor number ", i, " of ",
+        piece.numel, " in chunks of ", piece.chunk, ", got ", args.slices[i].numel());
+  }
+}
+
+Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
+  Fingerprint print("reduce_scatter", label);
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    const Piece piece = piece_of(args, i);
+    print.add(static_cast<uint64_t>(piece.numel)).add(static_cast<uint64_t>(piece.chunk)).add(static_cast<uint64_t>(piece.stored));
+  }
+  return print;
+}
+
+std::vector<Publication::Part> parts(const ReduceScatter& args, int rank) {
+  std::vector<Publication::Part> parts;
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    const Piece piece = piece_of(args, i);
+    const size_t size = args.wholes[i].element_size();
+    const auto begin = static_cast<size_t>(piece.begin(rank)) * size;
+    parts.push_back(
+        {static_cast<const char*>(args.wholes[i].const_data_ptr()),
+         args.wholes[i].nbytes(),
+         begin,
+         begin + static_cast<size_t>(piece.length(rank)) * size});
+  }
+  return parts;
+}
+
+// Sums this rank's slice of one tensor.
+void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64_t number, const Label& label) {
+  const Piece piece = piece_of(args, index);
+  const int rank = core.members->rank();
+  if (piece.length(rank) == 0) {
+    return;
+  }
+  const size_t offset = static_cast<size_t>(piece.begin(rank)) * args.wholes[index].element_size();
+  std::vector<const void*> sources;
+  for (int r = 0; r < core.members->size(); ++r) {
+    const char* whole = r == rank
+        ? static_cast<const char*>(args.wholes[index].const_data_ptr())
+        : Publication::find(core.reach, core.collectives.post_of(r, number), r, index, args.wholes.size());
+    sources.push_back(whole + offset);
+  }
+  const Numbers numbers = numbers_of(piece.stored, label);
+  reduce(
+      {.number = numbers.kind,
+       .divide_by = args.divide_by,
+       .sources = sources.data(),
+       .count_sources = core.members->size(),
+       .result = args.slices[index].mutable_data_ptr(),
+       .count = piece.length(rank) * numbers.each});
+}
+
+} // namespace
+
+std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label) {
+  check(args, *core->members, label);
+  if (!args.wholes.empty()) {
+    numbers_of(args.wholes.front().scalar_type(), label); // rejects what cannot be summed before anything is posted
+  }
+  Collectives& collectives = core->collectives;
+  collectives.await_kept(kMostKept, label);
+  Post& post = collectives.prepare(label, fingerprint(args, label));
+  Publication publication(core->reach);
+  publication.publish(post, parts(args, core->members->rank()));
+
+  const uint64_t number = collectives.commit();
+  collectives.keep(number, args.wholes, publication.block());
+  const auto step = collectives.queue({
+      .number = number,
+      .value = number,
+      .run = [core = core.get(), args = std::move(args), label, number] {
+        const Members::Reading reading(*core->members, label);
+        for (size_t i = 0; i < args.wholes.size(); ++i) {
+          sum_slice(*core, args, i, number, label);
+        }
+      }});
+  return make_work(collectives_of(core), step);
+}
+
+} // namespace fsdp::shm

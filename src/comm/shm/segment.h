@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace fsdp::shm {
+
+/// Where another process finds a segment. Plain data: travels as bytes.
+struct SegmentId {
+  int32_t pid = 0;
+  int32_t fd = -1;
+  uint64_t device = 0;
+  uint64_t inode = 0;
+  uint64_t bytes = 0;
+
+  std::string packed() const;
+  static SegmentId unpacked(const std::string& bytes);
+};
+
+enum class Access { kRead, kWrite, kReadAndWrite };
+
+/// Memory that ranks share: a memfd and this process's mappings of it. A memfd has no name in any file system, so nothing is
+/// left behind however the processes end. Ranks that are threads of one process get one and the same Segment.
+/// Immutable after creation except for `hide`; thread safe.
+class Segment {
+ public:
+  /// A new segment of zeros; pages come with the first write.
+  static std::shared_ptr<Segment> create(const char* name, size_t bytes, Access access);
+  /// A segment that a rank of this host has created and not hidden yet.
+  static std::shared_ptr<Segment> open(const SegmentId& id, Access access);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const SegmentId& id() const {
+    return id_;
+  }
+  size_t bytes() const {
+    return id_.bytes;
+  }
+  /// The mapping that may be written; null unless opened with it.
+  char* writable() const {
+    return writable_;
+  }
+  /// The mapping that may only be read, if opened with it, else the writable one.
+  const char* readable() const {
+    return readable_ ? readable_ : writable_;
+  }
+  /// Closes the creator's descriptor: from now on nobody can open the segment. Idempotent.
+  void hide();
+  /// Gives the pages of a range back to the system; they read as zeros. For the creator, before `hide`.
+  void punch(size_t offset, size_t bytes) const;
+
+ private:
+  Segment(const SegmentId& id, int fd, Access access);
+
+  SegmentId id_;
+  int own_fd_ = -1; // of the creator, until hidden
+  char* writable_ = nullptr;
+  char* readable_ = nullptr;
+};
+
+} // namespace fsdp::shm

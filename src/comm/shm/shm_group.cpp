@@ -1,0 +1,94 @@
+#include <utility>
+
+#include "base/check.h"
+#include "comm/shm/join.h"
+
+namespace fsdp::shm {
+namespace {
+
+class ShmGroup final : public Group {
+ public:
+  explicit ShmGroup(CorePointer core)
+      : Group(core->members->rank(), core->members->size(), "shm"), core_(std::move(core)) {}
+
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    return shm::make_home(core_, std::move(pieces), options, label);
+  }
+
+  bool gathers_in_place() const override {
+    return true;
+  }
+
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    return shm::reduce_scatter(core_, std::move(args), label);
+  }
+
+  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override {
+    return shm::all_reduce(core_, std::move(tensor), op, divide_by, label);
+  }
+
+  void broadcast(at::Tensor tensor, int root, const Label& label) override {
+    shm::broadcast(core_, tensor, root, label);
+  }
+
+  void barrier(const Label& label) override {
+    shm::exchange(core_, "", label);
+  }
+
+  std::vector<std::string> exchange(const std::string& bytes, const Label& label) override {
+    return shm::exchange(core_, bytes, label);
+  }
+
+  std::shared_ptr<Group> split(int color, const Label& label) override;
+
+  void abort(const std::string& reason) override {
+    core_->members->mark_failed(reason);
+  }
+
+ private:
+  CorePointer core_;
+};
+
+std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
+  std::vector<int> members; // ranks of this group with the same color
+  int new_rank = 0;
+  const auto colors = exchange(std::to_string(color), label);
+  for (int r = 0; r < size(); ++r) {
+    if (colors[static_cast<size_t>(r)] == std::to_string(color)) {
+      new_rank = r == rank() ? static_cast<int>(members.size()) : new_rank;
+      members.push_back(r);
+    }
+  }
+  // All ranks join some group now, so all take part in each exchange.
+  const auto among_members = [&](const std::string& mine) {
+    const auto all = exchange(mine, label);
+    std::vector<std::string> chosen;
+    for (const int r : members) {
+      chosen.push_back(all[static_cast<size_t>(r)]);
+    }
+    return chosen;
+  };
+  const Members& parent = *core_->members;
+  return make_group(
+      join({new_rank, static_cast<int>(members.size()), parent.place().timeout, parent.family()}, among_members));
+}
+
+} // namespace
+
+std::shared_ptr<Group> make_group(CorePointer core) {
+  return std::make_shared<ShmGroup>(std::move(core));
+}
+
+} // namespace fsdp::shm
+
+namespace fsdp {
+
+std::shared_ptr<Group> shm_group(int rank, int size, const Exchange& exchange, const ShmOptions& options) {
+  FSDP_CHECK(
+      rank >= 0 && rank < size, "[join shared-memory group] expected a rank from 0 to ", size - 1, ", got ", rank);
+  auto family = std::make_shared<shm::Family>();
+  family->ranks_on_host = size;
+  return shm::make_group(shm::join({rank, size, options.timeout, std::move(family), options.arena}, exchange));
+}
+
+} // namespace fsdp

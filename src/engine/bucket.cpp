@@ -1,0 +1,187 @@
+#include "engine/bucket.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+
+#include "base/check.h"
+#include "engine/in_place_readers.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+Bucket::Bucket(BucketOptions options) : options_(std::move(options)) {
+  const Mesh& mesh = options_.mesh;
+  shard_group_ = mesh.group(mesh.ndim() - 1);
+  if (mesh.ndim() == 2) {
+    replicate_group_ = mesh.group(0);
+  }
+  gather_group = shard_group_;
+  reduce_group = shard_group_;
+}
+
+Bucket::~Bucket() = default;
+
+c10::ScalarType Bucket::gathered_dtype(c10::ScalarType stored) const {
+  return c10::isFloatingType(stored) ? options_.param_dtype.value_or(stored) : stored;
+}
+
+c10::ScalarType Bucket::reduce_dtype(c10::ScalarType gathered) const {
+  return options_.reduce_dtype.value_or(gathered);
+}
+
+std::shared_ptr<Home> Bucket::make_home(
+    Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const {
+  return group.make_home(pieces, {options_.device, offload, offload && options_.pin_memory}, label);
+}
+
+void Bucket::settle(const Unit& unit) {
+  in_place_readers::stop(*gather_group);
+  std::vector<Piece> pieces;
+  for (const Param* param : params_) {
+    const auto stored = param->shard_dtype();
+    pieces.push_back({param->layout().numel(), param->layout().chunk(), stored, gathered_dtype(stored)});
+  }
+  const Label label = unit.label("fully_shard");
+  auto home = make_home(*gather_group, pieces, options_.offload, label);
+  home->begin_write(label);
+  const c10::Device device = options_.offload ? c10::Device(c10::kCPU) : options_.device;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    params_[i]->move_shard(home->slice(i), home, device);
+  }
+  home_ = std::move(home);
+}
+
+void Bucket::settle_among(int ranks, const Label& label) {
+  if (gather_group->gathers_in_place() || ranks == gather_group->size() || params_.empty()) {
+    return; // gathering again costs nothing, or as much
+  }
+  if (!neighbours_ || neighbours_->size() != ranks) {
+    neighbours_ = gather_group->split(gather_group->rank() / ranks, label);
+  }
+  std::vector<Piece> pieces;
+  for (const Param* param : params_) {
+    const int64_t numel = param->layout().numel();
+    pieces.push_back({numel, (numel + ranks - 1) / ranks, param->gathered_dtype(), param->gathered_dtype()});
+  }
+  neighbours_home_ = make_home(*neighbours_, pieces, /*offload=*/false, label);
+}
+
+void Bucket::gather(const Label& label) {
+  if (!params_.empty()) {
+    gathered_ = (gather_from_neighbours_ ? neighbours_home_ : home_)->gather(label);
+  }
+}
+
+void Bucket::wait() {
+  if (params_.empty()) {
+    return;
+  }
+  gathered_->wait();
+  unpacked_.resize(params_.size());
+  for (size_t i = 0; i < params_.size(); ++i) {
+    Param& param = *params_[i];
+    if (!param.layout().in_place()) {
+      auto slices = param.flat_view_of_whole(gathered_->piece(i), param.gathered_dtype(), options_.device);
+      auto whole = at::empty_strided(param.layout().sizes(), param.layout().strides(), slices.options());
+      param.layout().unpack(slices, whole);
+      unpacked_[i] = std::move(whole);
+    }
+    param.set_whole(memory_of(i));
+  }
+}
+
+void* Bucket::memory_of(size_t index) const {
+  if (is_private()) {
+    return private_[index].data_ptr();
+  }
+  if (index < unpacked_.size() && unpacked_[index].defined()) {
+    return unpacked_[index].data_ptr();
+  }
+  return gathered_ ? gathered_->piece(index) : nullptr;
+}
+
+size_t Bucket::index_of(const Param& param) const {
+  return std::find(params_.begin(), params_.end(), &param) - params_.begin();
+}
+
+void Bucket::place(Param& param) {
+  param.set_whole(unpacked_.empty() && !is_private() ? nullptr : memory_of(index_of(param)));
+}
+
+void Bucket::release() {
+  for (Param* param : params_) {
+    param->set_whole(nullptr);
+  }
+  gathered_.reset();
+  unpacked_.clear();
+  private_.clear();
+  gather_from_neighbours_ = false;
+}
+
+void Bucket::release_to_neighbours(const Label& label) {
+  const bool keep = neighbours_home_ != nullptr && !gather_from_neighbours_ && gathered_ != nullptr && !is_private();
+  if (keep) {
+    neighbours_home_->begin_write(label);
+    for (size_t i = 0; i < params_.size(); ++i) {
+      const Param& param = *params_[i];
+      const int64_t numel = param.layout().numel(), chunk = (numel + neighbours_->size() - 1) / neighbours_->size();
+      const int64_t begin = std::min(numel, chunk * neighbours_->rank());
+      const int64_t length = std::min(numel, chunk * (neighbours_->rank() + 1)) - begin;
+      auto whole = param.flat_view_of_whole(gathered_->piece(i), param.gathered_dtype(), options_.device);
+      at::from_blob(neighbours_home_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
+    }
+  }
+  release();
+  gather_from_neighbours_ = keep;
+}
+
+void Bucket::make_private() {
+  if (is_private() || params_.empty()) {
+    return;
+  }
+  std::vector<at::Tensor> copies;
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Param& param = *params_[i];
+    auto whole = param.view_as_whole(memory_of(i), param.gathered_dtype(), options_.device);
+    auto copy = at::empty_strided(param.layout().sizes(), param.layout().strides(), whole.options());
+    copies.push_back(copy.copy_(whole));
+  }
+  private_ = std::move(copies);
+  gathered_.reset();
+  unpacked_.clear();
+  for (size_t i = 0; i < params_.size(); ++i) {
+    params_[i]->set_whole(memory_of(i));
+  }
+}
+
+void Bucket::write_back(const Unit& unit) {
+  begin_write(unit);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const Param& param = *params_[i];
+    const auto& layout = param.layout();
+    auto slices = layout.in_place() ? private_[i].as_strided({layout.numel()}, {1}) : layout.pack(private_[i]);
+    auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
+    auto shard = param.shard();
+    shard.copy_(mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset()));
+  }
+}
+
+void Bucket::begin_write(const Unit& unit) {
+  if (!gather_group->gathers_in_place() || in_place_readers::stop(*gather_group)) {
+    home_->begin_write(unit.label("write shards"));
+  }
+}
+
+int64_t Bucket::bytes() const {
+  int64_t total = gathered_ ? gathered_->bytes() : 0;
+  for (const auto* tensors : {&unpacked_, &private_}) {
+    for (const auto& tensor : *tensors) {
+      total += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+    }
+  }
+  return total;
+}
+
+} // namespace fsdp::engine

@@ -1,0 +1,105 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/group.h>
+#include <fsdp/mesh.h>
+
+#include "engine/param.h"
+
+namespace fsdp::engine {
+
+struct BucketOptions {
+  Mesh mesh;
+  c10::Device device;
+  bool offload = false;
+  bool pin_memory = false;
+  std::optional<c10::ScalarType> param_dtype;
+  std::optional<c10::ScalarType> reduce_dtype;
+};
+
+/// The parameters of a unit that lie on one mesh: they share a home and are gathered and reduced together.
+/// Memory under the handles comes either from a gather, or is private to this rank and writable.
+class Bucket {
+ public:
+  explicit Bucket(BucketOptions options);
+  ~Bucket();
+
+  const BucketOptions& options() const {
+    return options_;
+  }
+  Group& shard_group() const {
+    return *shard_group_;
+  }
+  const std::shared_ptr<Group>& shared_shard_group() const {
+    return shard_group_;
+  }
+  /// Null unless the mesh is hybrid.
+  Group* replicate_group() const {
+    return replicate_group_.get();
+  }
+  /// The groups that gathers and reductions really go over; another implementation may be put around them.
+  std::shared_ptr<Group> gather_group;
+  std::shared_ptr<Group> reduce_group;
+
+  const std::vector<Param*>& params() const {
+    return params_;
+  }
+  void add(Param* param) {
+    params_.push_back(param);
+  }
+  c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
+  c10::ScalarType reduce_dtype(c10::ScalarType gathered) const;
+
+  /// Gives the shards their memory. Collective.
+  void settle(const Unit& unit);
+  /// Between forward and backward, keep a share of the whole among `ranks` neighbours. Collective.
+  void settle_among(int ranks, const Label& label);
+
+  /// Gather: start, finish (then the handles have memory), undo.
+  void gather(const Label& label);
+  void wait();
+  void release();
+  /// As `release`, but what this rank needs for a cheaper gather is kept until the gather after.
+  void release_to_neighbours(const Label& label);
+  void place(Param& param);
+
+  /// Instead of gathered memory, which nobody may write, gives the handles writable copies.
+  void make_private();
+  bool is_private() const {
+    return !private_.empty();
+  }
+  at::Tensor private_copy(const Param& param) const {
+    return private_[index_of(param)];
+  }
+  /// This rank's part of the private copies goes to the shards.
+  void write_back(const Unit& unit);
+
+  /// Returns once no rank reads this rank's shards any more.
+  void begin_write(const Unit& unit);
+  /// Memory this rank pays for the handles' memory.
+  int64_t bytes() const;
+
+ private:
+  std::shared_ptr<Home> make_home(Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
+  void* memory_of(size_t index) const;
+  size_t index_of(const Param& param) const;
+
+  BucketOptions options_;
+  std::shared_ptr<Group> shard_group_;
+  std::shared_ptr<Group> replicate_group_;
+  std::vector<Param*> params_;
+  std::shared_ptr<Home> home_;
+  std::shared_ptr<Group> neighbours_; // settle_among
+  std::shared_ptr<Home> neighbours_home_;
+  bool gather_from_neighbours_ = false;
+  std::unique_ptr<Gathered> gathered_;
+  std::vector<at::Tensor> unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
+  std::vector<at::Tensor> private_; // by index; empty unless is_private()
+};
+
+} // namespace fsdp::engine

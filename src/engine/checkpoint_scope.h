@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include <fsdp/export.h>
+
+namespace fsdp::engine {
+
+class Runtime;
+
+/// Around the first run of a checkpointed function, in which no graph is recorded: parameters touched in it will bring a
+/// gradient all the same, when the segment is recomputed.
+class FSDP_API CheckpointForward {
+ public:
+  CheckpointForward();
+  ~CheckpointForward();
+  CheckpointForward(const CheckpointForward&) = delete;
+  CheckpointForward& operator=(const CheckpointForward&) = delete;
+
+  /// The innermost segment of this thread; -1 outside of any.
+  static int64_t current();
+
+ private:
+  int64_t outer_;
+};
+
+/// Around a segment's recomputation and the backward nested in it: construct it first thing in the node's backward. What the nested
+/// backward does ends with the outer one.
+class FSDP_API CheckpointBackward {
+ public:
+  CheckpointBackward();
+  ~CheckpointBackward();
+  CheckpointBackward(const CheckpointBackward&) = delete;
+  CheckpointBackward& operator=(const CheckpointBackward&) = delete;
+
+  static bool active();
+  /// The runtime's `end_backward` is called when the outermost backward ends.
+  static void end_with_outer_backward(const std::shared_ptr<Runtime>& runtime);
+
+ private:
+  using Runtimes = std::vector<std::weak_ptr<Runtime>>;
+  std::shared_ptr<Runtimes> outer_;
+};
+
+} // namespace fsdp::engine

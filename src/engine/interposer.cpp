@@ -1,0 +1,202 @@
+// Sees every operator that is given a handle, a shard or a view of one, before it runs.
+
+#include <optional>
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/List.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include "base/check.h"
+#include "engine/checkpoint_scope.h"
+#include "engine/operators.h"
+#include "engine/param.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// What one operator call has to do with sharded parameters.
+struct Call {
+  const OperatorTraits& traits;
+  const std::string& name;
+  Phase phase;
+  TouchedUnits units;
+  const Param* first_handle = nullptr;
+};
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
+void note_use(Param& param, Phase phase) {
+  if (!param.trainable()) {
+    return;
+  }
+  if (c10::GradMode::is_enabled()) {
+    param.note_use();
+    if (phase == Phase::kForward) {
+      param.unit().runtime().forward_begins();
+    }
+  } else if (phase == Phase::kForward && CheckpointForward::current() >= 0) {
+    param.note_checkpointed_use(CheckpointForward::current());
+    param.unit().runtime().forward_begins();
+  }
+}
+
+void see_handle(Param& param, bool written, Call& call) {
+  param.follow_requires_grad();
+  if (call.traits.reads_nothing) {
+    return;
+  }
+  Unit& unit = param.unit();
+  if (written) {
+    unit.runtime().write(unit, param);
+    return;
+  }
+  note_use(param, call.phase);
+  if (std::find(call.units.begin(), call.units.end(), &unit) == call.units.end()) {
+    call.units.push_back(&unit);
+  }
+  if (call.first_handle == nullptr) {
+    call.first_handle = &param;
+  }
+}
+
+void see_shard(Param& param, bool written, const Call& call) {
+  if (call.traits.replaces_data) {
+    param.unit().shards_replaced();
+  } else if (written) {
+    param.unit().before_shard_write(param);
+  } else if (!call.traits.reads_nothing) {
+    param.unit().before_shard_read();
+  }
+}
+
+[[noreturn]] void refuse_gradient(const Call& call) {
+  fail(
+      "[", call.name, "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
+      "Build the optimizer from model->parameters() after fully_shard, and read gradients there");
+}
+
+void see(const at::Tensor& tensor, bool written, Call& call) {
+  Tenant* tenant = tenant_of(tensor);
+  if (tenant == nullptr) {
+    return;
+  }
+  if (tenant->role == Role::kGradient) {
+    if (!call.traits.reads_nothing) {
+      refuse_gradient(call);
+    }
+  } else if (tenant->param != nullptr) {
+    tenant->role == Role::kHandle ? see_handle(*tenant->param, written, call) : see_shard(*tenant->param, written, call);
+  }
+}
+
+void see_arguments(c10::ArrayRef<c10::IValue> arguments, Call& call) {
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& argument = arguments[i];
+    if (argument.isTensor()) {
+      see(argument.toTensor(), call.traits.writes_argument(i), call);
+    } else if (argument.isList()) {
+      for (const c10::IValue& item : argument.toListRef()) {
+        if (!item.isTensor()) {
+          break; // a list of numbers, or of optional tensors that begins with none
+        }
+        see(item.toTensor(), call.traits.writes_argument(i), call);
+      }
+    }
+  }
+}
+
+bool needs_cast(const at::Tensor& tensor, c10::ScalarType dtype) {
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != dtype && tenant_of(tensor) == nullptr;
+}
+
+// With a param_dtype, activations of another dtype meet the parameters: cast them where torch would refuse.
+void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c10::ScalarType dtype) {
+  const size_t count = schema.arguments().size();
+  for (size_t i = 0; i < count; ++i) {
+    c10::IValue& argument = stack[stack.size() - count + i];
+    if (argument.isTensor()) {
+      const auto& name = schema.arguments()[i].name();
+      const bool statistics = name == "running_mean" || name == "running_var"; // updated in place, in full precision
+      if (!statistics && needs_cast(argument.toTensor(), dtype)) {
+        argument = argument.toTensor().to(dtype);
+      }
+    } else if (argument.isTensorList()) {
+      c10::List<at::Tensor> cast;
+      for (const at::Tensor& item : argument.toTensorVector()) {
+        cast.push_back(needs_cast(item, dtype) ? item.to(dtype) : item);
+      }
+      argument = std::move(cast);
+    }
+  }
+}
+
+/// Autocast would keep a whole low-precision copy of every parameter.
+class NoAutocastCache {
+ public:
+  explicit NoAutocastCache(bool autocast) : restore_(autocast && at::autocast::is_autocast_cache_enabled()) {
+    if (restore_) {
+      at::autocast::set_autocast_cache_enabled(false);
+    }
+  }
+  ~NoAutocastCache() {
+    if (restore_) {
+      at::autocast::set_autocast_cache_enabled(true);
+    }
+  }
+
+ private:
+  bool restore_;
+};
+
+void touch(Call& call) {
+  if (call.units.empty()) {
+    return;
+  }
+  Runtime& runtime = call.units[0]->runtime();
+  if (call.units.size() == 1) {
+    if (!runtime.is_current(*call.units[0], call.phase)) {
+      runtime.touch(call.units, call.phase);
+    }
+    return;
+  }
+  // Units of several roots: each root's runtime sees its own.
+  for (size_t begin = 0; begin < call.units.size();) {
+    Runtime& next = call.units[begin]->runtime();
+    auto end = std::stable_partition(
+        call.units.begin() + begin, call.units.end(), [&](const Unit* unit) { return &unit->runtime() == &next; });
+    next.touch(TouchedUnits(call.units.begin() + begin, end), call.phase);
+    begin = end - call.units.begin();
+  }
+}
+
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr};
+  see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
+  touch(call);
+  if (call.traits.dtypes_must_agree && call.first_handle != nullptr) {
+    const auto& precision = call.first_handle->unit().precision();
+    if (precision.param_dtype && precision.cast_forward_inputs) {
+      cast_inputs(schema, *stack, *precision.param_dtype);
+    }
+  }
+  NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
+  c10::impl::ExcludeDispatchKeyGuard inside(c10::DispatchKeySet{kKey});
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+}
+
+} // namespace
+
+} // namespace fsdp::engine
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept>());
+}

@@ -1,0 +1,222 @@
+#include "engine/param.h"
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "base/check.h"
+#include "engine/bucket.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// Runs after a backward has put a handle's gradient together.
+struct GradientHook : torch::autograd::PostAccumulateGradHook {
+  explicit GradientHook(Param* param) : param(param) {}
+  void operator()(const torch::autograd::Variable& handle) override {
+    param->unit().runtime().gradient_arrived(*param, handle);
+  }
+  Param* param; // outlives the handle: the handle's storage keeps the unit
+};
+
+at::Tensor flat_view(const at::Tensor& dense) {
+  return at::as_strided(dense, {dense.numel()}, {1});
+}
+
+} // namespace
+
+Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
+    : unit_(unit),
+      bucket_(bucket),
+      name_(std::move(name)),
+      layout_(std::move(layout)),
+      rank_(bucket.shard_group().rank()),
+      gathered_(original.scalar_type()),
+      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {
+  InternalScope scope;
+  const auto source = original.detach();
+  auto whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options());
+  whole.copy_(source);
+  auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
+  auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
+  shard_ = at::as_strided(piece, layout_.shard_sizes(rank_), layout_.shard_strides(rank_)).clone();
+  shard_.set_requires_grad(original.requires_grad());
+}
+
+Param::~Param() {
+  if (shard_tenant_ != nullptr && !shard_was_replaced()) {
+    shard_tenant_->param = nullptr;
+  }
+}
+
+int64_t Param::gathered_bytes() const {
+  return layout_.numel() * static_cast<int64_t>(c10::elementSize(gathered_));
+}
+
+at::Tensor Param::view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
+  return at::from_blob(memory, layout_.sizes(), layout_.strides(), at::TensorOptions().dtype(dtype).device(device));
+}
+
+at::Tensor Param::flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
+  return at::from_blob(memory, {layout_.numel()}, at::TensorOptions().dtype(dtype).device(device));
+}
+
+void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device) {
+  InternalScope scope;
+  gathered_ = dtype;
+  if (handle_storage_ != nullptr) { // views of the former storage may live on, without memory
+    static_cast<Tenant*>(handle_storage_->_mutable_data_ptr_no_checks().get_context())->param = nullptr;
+  }
+  auto tenant = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
+  auto hollow = make_keyed_tensor(std::move(tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
+  handle_storage_ = hollow.storage().unsafeGetStorageImpl();
+  tensor.set_data(hollow);
+  handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr());
+  hollow.reset();
+  hollow_storage(*handle_storage_, "");
+  set_whole(nullptr);
+  auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, nullptr, nullptr});
+  stand_in_ = make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
+  hooked_ = false;
+  follow_requires_grad();
+}
+
+at::Tensor Param::handle() {
+  auto impl = handle_.lock();
+  if (!impl) {
+    at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(gathered_).device(unit_.device()));
+    become_handle(fresh, gathered_, unit_.device());
+    unit_.place(*this);
+    return fresh;
+  }
+  return at::Tensor(std::move(impl));
+}
+
+void Param::set_whole(void* memory) {
+  if (handle_storage_ == nullptr) {
+    return;
+  }
+  if (memory != nullptr || layout_.numel() == 0) {
+    fill_storage(*handle_storage_, memory);
+  } else {
+    hollow_storage(
+        *handle_storage_,
+        c10::str(
+            "[fsdp] raw access to the parameter '", name_, "', which is sharded at this moment: its memory is there while ",
+            "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params"));
+  }
+}
+
+bool Param::shard_was_replaced() const {
+  const Tenant* tenant = tenant_of(shard_);
+  return tenant == nullptr || tenant != shard_tenant_;
+}
+
+void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
+  InternalScope scope;
+  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
+  FSDP_CHECK(
+      shard_.sizes() == c10::IntArrayRef(sizes),
+      "[fully_shard] the shard of '", name_, "' was replaced by data of sizes ", shard_.sizes(), " where ", c10::IntArrayRef(sizes),
+      " are needed: give it this rank's piece only");
+  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
+  shard_tenant_ = tenant.get();
+  auto moved = make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), device});
+  moved.copy_(shard_);
+  shard_.set_data(moved);
+}
+
+void Param::give_shard_gradient(at::Tensor gradient) {
+  gradient = at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
+  gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
+  auto& current = shard_.mutable_grad();
+  if (current.defined()) {
+    current.add_(gradient);
+  } else {
+    current = std::move(gradient);
+  }
+  if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
+    UserScope scope;
+    (*hook)(shard_);
+  }
+}
+
+void Param::follow_requires_grad() {
+  auto impl = handle_.lock();
+  if (!impl) {
+    return;
+  }
+  at::Tensor handle(std::move(impl));
+  if (handle.is_leaf() && handle.requires_grad() != shard_.requires_grad()) {
+    handle.set_requires_grad(shard_.requires_grad());
+  }
+  if (shard_.requires_grad() && !hooked_) {
+    install_gradient_hooks(handle);
+    hooked_ = true;
+  }
+}
+
+void Param::install_gradient_hooks(const at::Tensor& handle) {
+  torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
+  handle.register_hook([impl = handle.unsafeGetTensorImpl(), stand_in = stand_in_.unsafeGetTensorImpl()](const at::Tensor&) {
+    // What stands in for the last gradient must not be added to the next.
+    auto& gradient = impl->mutable_grad();
+    if (gradient.unsafeGetTensorImpl() == stand_in) {
+      gradient.reset();
+    }
+  });
+}
+
+void Param::note_use() {
+  if (!used_in_graph_) {
+    used_in_graph_ = true;
+    unit_.expect_gradients(uses_++ == 0);
+  }
+}
+
+void Param::note_checkpointed_use(int64_t segment) {
+  if (segment != last_segment_) {
+    last_segment_ = segment;
+    unit_.expect_gradients(uses_++ == 0);
+  }
+}
+
+void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
+  at::Tensor arrived = handle.grad();
+  handle.mutable_grad() = stand_in_;
+  arrived = arrived.detach();
+  if (arrived.layout() != c10::kStrided) {
+    arrived = arrived.to_dense();
+  }
+  if (arrived.strides() != c10::IntArrayRef(layout_.strides())) {
+    auto dense = at::empty_strided(layout_.sizes(), layout_.strides(), arrived.options());
+    dense.copy_(arrived);
+    arrived = dense;
+  }
+  if (gradient.defined()) {
+    gradient.add_(arrived);
+  } else {
+    gradient = arrived.to(unit_.reduce_dtype_of(*this));
+  }
+  if (!in_checkpoint) {
+    used_in_graph_ = false;
+  }
+  if (uses_ > 0) {
+    unit_.gradient_came(--uses_ == 0);
+  }
+}
+
+void Param::forget_uses() {
+  uses_ = 0;
+  used_in_graph_ = false;
+  last_segment_ = -1;
+}
+
+} // namespace fsdp::engine

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include "engine/tenant.h"
+#include "layout/dim_layout.h"
+
+namespace fsdp::engine {
+
+class Bucket;
+class Unit;
+
+/// One sharded parameter: its handle, its shard, and the gradient on its way from one to the other.
+/// Owned by its unit; not thread safe by itself: the runtime's lock covers it.
+class Param {
+ public:
+  Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout);
+  ~Param();
+  Param(const Param&) = delete;
+  Param& operator=(const Param&) = delete;
+
+  Unit& unit() const {
+    return unit_;
+  }
+  /// Relative to the outermost sharded module: "blocks.3.fc.weight".
+  const std::string& name() const {
+    return name_;
+  }
+  void set_name(std::string name) {
+    name_ = std::move(name);
+  }
+  const layout::DimLayout& layout() const {
+    return layout_;
+  }
+  Bucket& bucket() const {
+    return bucket_;
+  }
+  /// This rank among those that share the parameter.
+  int rank() const {
+    return rank_;
+  }
+
+  // -- the handle
+
+  c10::ScalarType gathered_dtype() const {
+    return gathered_;
+  }
+  int64_t gathered_bytes() const;
+  /// Turns `tensor` (and whoever shares its TensorImpl) into the handle: full shape, hollow.
+  void become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device);
+  /// The handle; made anew if everybody let go of it.
+  at::Tensor handle();
+  /// Puts memory under the handle, or takes it away (null).
+  void set_whole(void* memory);
+  void handle_storage_died() {
+    handle_storage_ = nullptr;
+  }
+  /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
+  at::Tensor view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
+  /// The whole parameter's elements in memory order, as one dimension.
+  at::Tensor flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
+
+  // -- the shard
+
+  const at::Tensor& shard() const {
+    return shard_;
+  }
+  c10::ScalarType shard_dtype() const {
+    return shard_.scalar_type();
+  }
+  /// Moves the shard into a home's memory, with its present values.
+  void move_shard(void* memory, std::shared_ptr<void> home, c10::Device device);
+  /// Someone gave the shard's tensor other data (`module.to(dtype)`).
+  bool shard_was_replaced() const;
+  /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it.
+  void give_shard_gradient(at::Tensor gradient);
+
+  // -- gradients
+
+  bool trainable() const {
+    return shard_.requires_grad();
+  }
+  /// The shard's `requires_grad` is the one that users set; the handle follows.
+  void follow_requires_grad();
+
+  /// A use whose gradient backward will bring: the graph of this forward, or one checkpointed segment.
+  void note_use();
+  void note_checkpointed_use(int64_t segment);
+  /// A gradient has arrived: takes it off the handle.
+  void take_gradient(const at::Tensor& handle, bool in_checkpoint);
+  bool awaits_gradients() const {
+    return uses_ > 0;
+  }
+  void forget_uses();
+
+  at::Tensor gradient; ///< arrived, whole, in the reduce dtype; undefined if none
+  at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
+
+ private:
+  void install_gradient_hooks(const at::Tensor& handle);
+  void stand_in_for_gradient(const at::Tensor& handle);
+
+  Unit& unit_;
+  Bucket& bucket_;
+  std::string name_;
+  layout::DimLayout layout_;
+  int rank_;
+  c10::ScalarType gathered_;
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
+  c10::StorageImpl* handle_storage_ = nullptr; // lives as long as any view of the handle: its tenant tells when it dies
+  bool hooked_ = false;
+  at::Tensor shard_;
+  Tenant* shard_tenant_ = nullptr; // owned by the shard's storage
+  at::Tensor stand_in_; // see Role::kGradient
+  int uses_ = 0;
+  bool used_in_graph_ = false;
+  int64_t last_segment_ = -1;
+};
+
+} // namespace fsdp::engine

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/group.h>
+
+namespace fsdp::engine {
+
+class Bucket;
+class Param;
+class Unit;
+
+/// Brings whole gradients to the shards: reduce-scatter, on hybrid meshes all-reduce, division, and into the shard's gradient.
+/// A bounded number of units is in flight; they finish in the order in which they were submitted, which is the same on all ranks.
+/// Not thread safe: the runtime's lock covers it.
+class Reducer {
+ public:
+  Reducer();
+  ~Reducer();
+
+  /// Takes over the unit's whole gradients and starts their reduction.
+  void submit(Unit& unit);
+  /// Lets reductions in flight go on if that needs no waiting.
+  void progress();
+  /// Waits for all that was submitted.
+  void finish();
+  /// Forgets what is in flight, after a failure.
+  void abandon();
+
+  int in_flight() const {
+    return static_cast<int>(running_.size());
+  }
+  int64_t bytes_in_flight() const;
+  void set_max_in_flight(int64_t count) {
+    max_in_flight_ = count;
+  }
+  int64_t max_in_flight() const {
+    return max_in_flight_;
+  }
+
+ private:
+  struct Reduction;
+  void submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype);
+  void finish_oldest();
+  static void complete(Reduction& reduction);
+
+  std::deque<std::unique_ptr<Reduction>> running_;
+  int64_t max_in_flight_ = 2; // the bound on memory: this many units' gradients at most
+};
+
+} // namespace fsdp::engine

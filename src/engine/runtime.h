@@ -1,0 +1,151 @@
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/util/ArrayRef.h>
+#include <c10/util/SmallVector.h>
+
+#include "base/stream.h"
+#include "engine/events.h"
+#include "engine/reducer.h"
+#include "engine/schedule.h"
+
+namespace fsdp::engine {
+
+class Param;
+class Unit;
+
+/// The units that one operator touches.
+using TouchedUnits = c10::SmallVector<Unit*, 4>;
+
+/// What all units below one root share: device streams, schedule, reductions in flight. Decides when units are unsharded and
+/// resharded; the units know how. Thread safe: backward may run on other threads than forward.
+class Runtime : public std::enable_shared_from_this<Runtime> {
+ public:
+  explicit Runtime(c10::Device device);
+  ~Runtime();
+
+  std::unique_lock<std::recursive_mutex> lock() {
+    return std::unique_lock(mutex_);
+  }
+
+  // -- units
+
+  void add(Unit& unit);
+  void remove(Unit& unit);
+  /// In the order of `fully_shard` calls.
+  const std::vector<Unit*>& units() const {
+    return units_;
+  }
+  /// A unit without parameters has no handle that would keep it alive.
+  void keep(std::shared_ptr<Unit> unit);
+  /// Takes over the units of another runtime, numbered after its own.
+  void adopt(Runtime& other);
+
+  // -- what happens in a step
+
+  /// An operator is about to read handles of these units: makes them whole.
+  void touch(const TouchedUnits& units, Phase phase);
+  /// Whether `touch` would have nothing to do: the unit was touched last, in this phase, and is whole.
+  bool is_current(const Unit& unit, Phase phase) const {
+    return &unit == last_ && phase == last_phase_ && current_is_whole_;
+  }
+  /// A handle is about to be written outside a step.
+  void write(Unit& unit, const Param& param);
+  /// A use of a trainable parameter whose graph is being recorded: a step has begun.
+  void forward_begins() {
+    in_step_ = true;
+  }
+  bool in_step() const {
+    return in_step_;
+  }
+  void gradient_arrived(Param& param, const at::Tensor& handle);
+  void set_is_last_backward(bool last) {
+    is_last_backward_ = last;
+  }
+  void end_backward();
+  /// After a step that broke off: all units are sharded, nothing is in flight, no gradient is pending.
+  void reset();
+
+  Reducer& reducer() {
+    return reducer_;
+  }
+
+  // -- streams; on the CPU all three are the one there is
+
+  Stream gather_stream() const {
+    return gather_stream_;
+  }
+  Stream reduce_stream() const {
+    return reduce_stream_;
+  }
+  void use_streams_of(const Runtime& other);
+  /// Before a gather starts on the gather stream: it waits for what last used its memory and, once, for the optimizer.
+  void order_gather();
+  /// Shards are about to be written.
+  void shards_change() {
+    shards_changed_ = true;
+  }
+  /// Memory of gathered parameters is about to be freed: the next gather waits for the work that read it.
+  void order_release();
+  /// Before a reduction starts on the reduce stream: it waits for backward so far.
+  void order_reduce();
+  void set_post_optim_event(std::shared_ptr<c10::Event> event) {
+    post_optim_event_ = std::move(event);
+  }
+
+  // -- being watched
+
+  void set_observer(Observer observer) {
+    observer_ = std::move(observer);
+  }
+  void unit_changed(Unit& unit, EventKind kind);
+  Schedule& training_schedule() {
+    return training_;
+  }
+  /// How many units ahead of the one touched are gathered.
+  void set_prefetch(size_t count) {
+    prefetch_ = count;
+  }
+
+ private:
+  Schedule& schedule_for(Phase phase);
+  void begin_backward();
+  void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
+  bool keeps(Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) const;
+  void prefetch(Unit& unit, Phase phase, const Schedule& schedule);
+  void reduce(Unit& unit);
+  void notify(EventKind kind, const Unit* unit);
+  Event make_event(EventKind kind, const Unit* unit) const;
+
+  std::recursive_mutex mutex_;
+  c10::Device device_;
+  Stream gather_stream_;
+  Stream reduce_stream_;
+  fsdp::Event last_release_; // protects freed parameter memory, which belongs to the gather stream, from the next gather
+  std::shared_ptr<c10::Event> post_optim_event_; // protects shards from being gathered before the optimizer has written them
+
+  std::vector<Unit*> units_; // null where one was destroyed; index is its number
+  std::vector<Unit*> unsharded_; // in the order in which they left the sharded state
+  std::vector<std::shared_ptr<Unit>> kept_;
+  Schedule training_;
+  Schedule evaluating_{/*repeats=*/true};
+  Reducer reducer_;
+
+  Unit* last_ = nullptr;
+  Phase last_phase_ = Phase::kForward;
+  bool current_is_whole_ = false;
+  bool shards_changed_ = true; // since the last gather
+  bool in_step_ = false;
+  bool backward_queued_ = false;
+  bool is_last_backward_ = true;
+  size_t prefetch_ = 1;
+  Observer observer_;
+};
+
+} // namespace fsdp::engine

@@ -1,0 +1,74 @@
+#include "engine/tenant.h"
+
+#include <c10/core/TensorOptions.h>
+
+#include "engine/param.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+void end_tenancy(void* context) {
+  std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
+  if (tenant->param != nullptr && tenant->role == Role::kHandle) {
+    tenant->param->handle_storage_died();
+  }
+}
+
+// Swaps the memory and keeps the tenant: dropping the old DataPtr would end its tenancy.
+void set_memory(c10::StorageImpl& storage, void* memory) {
+  auto& current = storage._mutable_data_ptr_no_checks();
+  const c10::Device device = current.device();
+  void* tenant = current.release_context();
+  storage.set_data_ptr_noswap(c10::DataPtr(memory, tenant, &end_tenancy, device));
+}
+
+} // namespace
+
+Tenant* tenant_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.key_set().has(kKey) || !tensor.has_storage()) {
+    return nullptr;
+  }
+  auto& data = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
+  return data.get_deleter() == &end_tenancy ? static_cast<Tenant*>(data.get_context()) : nullptr;
+}
+
+at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry) {
+  const auto dtype = c10::scalarTypeToTypeMeta(geometry.dtype);
+  int64_t last = 0; // the farthest element
+  bool empty = false;
+  for (size_t d = 0; d < geometry.sizes.size(); ++d) {
+    last += (geometry.sizes[d] - 1) * geometry.strides[d];
+    empty = empty || geometry.sizes[d] == 0;
+  }
+  const size_t bytes = empty ? 0 : static_cast<size_t>(last + 1) * dtype.itemsize();
+  auto storage = c10::make_intrusive<c10::StorageImpl>(
+      c10::StorageImpl::use_byte_size_t(),
+      bytes,
+      c10::DataPtr(memory, tenant.release(), &end_tenancy, geometry.device),
+      /*allocator=*/nullptr,
+      /*resizable=*/false);
+  const auto dispatch_key = c10::computeDispatchKey(geometry.dtype, c10::kStrided, geometry.device);
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(dispatch_key).add(kKey), dtype);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides);
+  return tensor;
+}
+
+void fill_storage(c10::StorageImpl& storage, void* memory) {
+  set_memory(storage, memory);
+#ifdef FSDP_HAS_DATA_PTR_GUARD
+  storage.clear_data_ptr_access_error_msg_();
+#endif
+}
+
+void hollow_storage(c10::StorageImpl& storage, const std::string& why_hollow) {
+  set_memory(storage, nullptr);
+#ifdef FSDP_HAS_DATA_PTR_GUARD
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(why_hollow);
+#else
+  (void)why_hollow;
+#endif
+}
+
+} // namespace fsdp::engine

@@ -1,0 +1,48 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/StorageImpl.h>
+
+namespace fsdp::engine {
+
+class Param;
+
+/// The dispatch key that marks handles and shards, so that operators on them are seen first. It stands above autograd and no
+/// operator has a kernel for it.
+inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
+
+enum class Role : uint8_t {
+  kHandle, ///< full shape; memory only while its unit is whole
+  kShard, ///< this rank's piece, in the group's memory
+  kGradient ///< never any memory: stands in for a handle's gradient, which lives on the shard
+};
+
+/// Who lives in a storage: the context of its DataPtr, owned by the storage. `param` is null once the parameter is gone.
+struct Tenant {
+  Role role;
+  Param* param;
+  std::shared_ptr<void> keeps; ///< the unit for a handle, the home for a shard: freed no earlier than the storage
+};
+
+/// Null for a tensor that is not ours. One pointer comparison: cheap enough for every operator.
+Tenant* tenant_of(const at::Tensor& tensor);
+
+struct TensorGeometry {
+  c10::IntArrayRef sizes;
+  c10::IntArrayRef strides;
+  c10::ScalarType dtype;
+  c10::Device device;
+};
+
+/// A keyed tensor over `memory` (null: hollow), which it does not own. The storage owns `tenant`.
+at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry);
+
+/// Puts memory under a storage and all its views, or takes it away; then raw `data_ptr` access throws `why_hollow`.
+void fill_storage(c10::StorageImpl& storage, void* memory);
+void hollow_storage(c10::StorageImpl& storage, const std::string& why_hollow);
+
+} // namespace fsdp::engine

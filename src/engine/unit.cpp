@@ -1,0 +1,318 @@
+#include "engine/unit.h"
+
+#include <algorithm>
+
+#include <ATen/ops/empty_strided.h>
+
+#include "base/check.h"
+#include "engine/in_place_readers.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+const Mesh& mesh_of(const ParamSpec& param, const UnitSpec& unit) {
+  return param.placement.mesh ? *param.placement.mesh : unit.mesh;
+}
+
+layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
+  const auto& tensor = spec.tensor;
+  const int64_t ndim = tensor.dim();
+  int64_t dim = spec.placement.dim;
+  FSDP_CHECK(
+      ndim == 0 ? (dim == 0 || dim == -1) : (dim >= -ndim && dim < ndim),
+      "[fully_shard] shard_placement_fn gave dimension ", dim, " for '", spec.name, "', which has ", ndim, " dimensions");
+  dim = dim < 0 && ndim > 0 ? dim + ndim : std::max<int64_t>(dim, 0);
+  const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
+  auto strides = dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
+  return {tensor.sizes().vec(), std::move(strides), dim, ranks};
+}
+
+} // namespace
+
+std::shared_ptr<Unit> Unit::create(UnitSpec spec) {
+  std::shared_ptr<Unit> unit(new Unit(spec));
+  unit->join(std::make_shared<Runtime>(spec.device), 0);
+  unit->add_params(spec);
+  return unit;
+}
+
+Unit::Unit(UnitSpec& spec)
+    : name_(spec.name), device_(spec.device), mesh_(spec.mesh), precision_(spec.precision), offload_(spec.offload) {
+  policy.reshard_after_forward = spec.reshard_after_forward.reshard();
+  policy.reshard_to = spec.reshard_after_forward.ranks();
+}
+
+Unit::~Unit() {
+  for (auto& bucket : buckets_) {
+    in_place_readers::leave(bucket->shard_group(), *this);
+    in_place_readers::forget(bucket->shard_group());
+  }
+  if (runtime_) {
+    runtime_->remove(*this);
+  }
+}
+
+Bucket& Unit::bucket_for(const Mesh& mesh, const UnitSpec& spec) {
+  for (auto& bucket : buckets_) {
+    if (bucket->options().mesh == mesh) {
+      return *bucket;
+    }
+  }
+  const bool pin = offload_ && offload_->pin_memory;
+  BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype};
+  buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
+  return *buckets_.back();
+}
+
+void Unit::add_params(UnitSpec& spec) {
+  InternalScope scope;
+  for (auto& param_spec : spec.params) {
+    Bucket& bucket = bucket_for(mesh_of(param_spec, spec), spec);
+    params_.push_back(std::make_unique<Param>(
+        *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
+    Param& param = *params_.back();
+    bucket.add(&param);
+    param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
+    param_spec.tensor.reset();
+  }
+  for (auto& bucket : buckets_) {
+    bucket->settle(*this);
+    if (policy.reshard_to) {
+      bucket->settle_among(*policy.reshard_to, label("fully_shard"));
+    }
+  }
+}
+
+std::string Unit::display_name() const {
+  return name_.empty() ? "(root)" : name_;
+}
+
+void Unit::join(std::shared_ptr<Runtime> runtime, int number) {
+  auto former = std::exchange(runtime_, std::move(runtime));
+  number_ = number;
+  if (former && former != runtime_) {
+    former->remove(*this);
+  }
+  if (former != runtime_) {
+    runtime_->add(*this);
+  }
+}
+
+bool Unit::is_ancestor_of(const Unit& other) const {
+  for (const Unit* unit = other.parent_; unit != nullptr; unit = unit->parent_) {
+    if (unit == this) {
+      return true;
+    }
+  }
+  return false;
+}
+
+bool Unit::reshards_after(Phase phase) const {
+  if (phase == Phase::kBackward) {
+    return policy.reshard_after_backward;
+  }
+  return policy.reshard_after_forward.value_or(parent_ != nullptr);
+}
+
+void Unit::unshard() {
+  if (state_ != UnitState::kSharded) {
+    return;
+  }
+  settle_replaced_shards();
+  runtime_->order_gather();
+  StreamGuard on_stream(runtime_->gather_stream());
+  for (auto& bucket : buckets_) {
+    bucket->gather(label("unshard"));
+    if (bucket->gather_group->gathers_in_place()) {
+      in_place_readers::enter(*bucket->gather_group, *this);
+    }
+  }
+  state_ = UnitState::kArriving;
+  runtime_->unit_changed(*this, EventKind::kUnshard);
+}
+
+void Unit::wait() {
+  if (state_ != UnitState::kArriving) {
+    return;
+  }
+  for (auto& bucket : buckets_) {
+    bucket->wait();
+  }
+  state_ = UnitState::kWhole;
+  runtime_->unit_changed(*this, EventKind::kWait);
+}
+
+void Unit::reshard(bool after_forward) {
+  requested = false;
+  if (state_ == UnitState::kSharded) {
+    return;
+  }
+  wait();
+  state_ = UnitState::kSharded;
+  runtime_->order_release();
+  for (auto& bucket : buckets_) {
+    in_place_readers::leave(*bucket->gather_group, *this);
+    if (bucket->is_private()) {
+      bucket->write_back(*this);
+      bucket->release();
+    } else if (after_forward && policy.reshard_to) {
+      bucket->release_to_neighbours(label("reshard"));
+    } else {
+      bucket->release();
+    }
+  }
+  runtime_->unit_changed(*this, EventKind::kReshard);
+}
+
+void Unit::make_private() {
+  TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
+  for (auto& bucket : buckets_) {
+    bucket->make_private();
+  }
+}
+
+bool Unit::is_private() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->is_private(); });
+}
+
+at::Tensor Unit::private_copy(const Param& param) const {
+  return param.bucket().private_copy(param);
+}
+
+void Unit::discard_private() {
+  for (auto& bucket : buckets_) {
+    bucket->release();
+  }
+  reshard();
+}
+
+void Unit::use_gather_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap) {
+  reshard();
+  for (auto& bucket : buckets_) {
+    bucket->gather_group = wrap(bucket->shared_shard_group());
+    bucket->settle(*this);
+  }
+}
+
+void Unit::use_reduce_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap) {
+  for (auto& bucket : buckets_) {
+    bucket->reduce_group = wrap(bucket->shared_shard_group());
+  }
+}
+
+bool Unit::has_other_gather_group() const {
+  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
+    return bucket->gather_group != bucket->shared_shard_group();
+  });
+}
+
+void Unit::before_shard_write(Param& param) {
+  if (state_ != UnitState::kSharded) {
+    InternalScope scope;
+    auto lock = runtime_->lock();
+    reshard();
+  }
+  runtime_->shards_change();
+  param.bucket().begin_write(*this);
+}
+
+void Unit::before_shard_read() {
+  if (is_private() && held == 0) {
+    InternalScope scope;
+    auto lock = runtime_->lock();
+    reshard();
+  }
+}
+
+void Unit::settle_replaced_shards() {
+  if (!shards_replaced_) {
+    return;
+  }
+  shards_replaced_ = false;
+  for (auto& bucket : buckets_) {
+    const auto& params = bucket->params();
+    if (std::none_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); })) {
+      continue;
+    }
+    bucket->settle(*this);
+    for (Param* param : params) {
+      const auto gathered = bucket->gathered_dtype(param->shard_dtype());
+      if (gathered != param->gathered_dtype()) {
+        param->become_handle(param->handle(), gathered, device_);
+      }
+    }
+    if (policy.reshard_to) {
+      bucket->settle_among(*policy.reshard_to, label("settle replaced shards"));
+    }
+  }
+}
+
+void Unit::place(Param& param) {
+  if (state_ == UnitState::kWhole) {
+    param.bucket().place(param);
+  }
+}
+
+c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
+  return precision_.reduce_dtype.value_or(param.gathered_dtype());
+}
+
+bool Unit::has_gradients() const {
+  return std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->gradient.defined(); });
+}
+
+bool Unit::misses_gradients() const {
+  return policy.reduce_unused_params && !reduced &&
+      std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
+}
+
+int64_t Unit::gradient_bytes() const {
+  int64_t total = 0;
+  for (const auto& param : params_) {
+    total += param->gradient.defined() ? static_cast<int64_t>(param->gradient.nbytes()) : 0;
+  }
+  return total;
+}
+
+void Unit::forget_uses() {
+  awaiting_ = 0;
+  ready_ = false;
+  reduced = false;
+  for (auto& param : params_) {
+    param->forget_uses();
+  }
+}
+
+void Unit::reset() {
+  forget_uses();
+  for (auto& param : params_) {
+    param->gradient.reset();
+    param->partial.reset();
+  }
+  held = 0;
+  if (is_private()) {
+    discard_private();
+  }
+  reshard();
+}
+
+int64_t Unit::whole_bytes() const {
+  int64_t total = 0;
+  for (const auto& bucket : buckets_) {
+    total += bucket->bytes();
+  }
+  return total;
+}
+
+int64_t Unit::predicted_whole_bytes() const {
+  int64_t total = 0;
+  for (const auto& param : params_) {
+    total += param->gathered_bytes();
+  }
+  return total;
+}
+
+} // namespace fsdp::engine

@@ -1,0 +1,217 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/fully_shard.h>
+#include <fsdp/mesh.h>
+
+#include "engine/bucket.h"
+#include "engine/param.h"
+#include "engine/schedule.h"
+
+namespace fsdp::engine {
+
+class Runtime;
+
+/// Which memory of a unit lives, besides its shards. Gradients on their way are the reducer's, whatever the state here.
+enum class UnitState : char {
+  kSharded, ///< none
+  kArriving, ///< the whole parameters, being filled
+  kWhole, ///< the whole parameters, under the handles
+};
+
+struct ParamSpec {
+  std::string name; ///< relative to the unit's module
+  at::Tensor tensor; ///< becomes the handle
+  ShardPlacement placement;
+};
+
+struct UnitSpec {
+  std::string name;
+  std::vector<ParamSpec> params;
+  Mesh mesh;
+  c10::Device device;
+  MixedPrecisionPolicy precision;
+  std::optional<CPUOffloadPolicy> offload;
+  ReshardAfterForward reshard_after_forward;
+};
+
+/// What a unit does when; set by the user, read by runtime and reducer.
+struct UnitPolicy {
+  std::optional<bool> reshard_after_forward; ///< unset: unless it is a root
+  std::optional<int> reshard_to; ///< after forward, among this many ranks
+  bool reshard_after_backward = true;
+  bool requires_gradient_sync = true;
+  bool requires_all_reduce = true;
+  bool reduce_unused_params = false;
+  bool prefetch_in_backward = true;
+  bool memory_from_process_group = false;
+  std::optional<double> divide_factor;
+  std::vector<std::weak_ptr<Unit>> forward_prefetch;
+  std::vector<std::weak_ptr<Unit>> backward_prefetch;
+  std::function<void(at::Tensor&)> all_reduce_hook;
+  std::optional<c10::Stream> all_reduce_hook_stream;
+};
+
+/// Parameters that are unsharded, resharded and reduced together. Kept alive by the handles' storages.
+/// The state changes in `unshard`, `wait`, `reshard` and nowhere else. Not thread safe by itself: the runtime's lock covers it.
+class Unit : public std::enable_shared_from_this<Unit> {
+ public:
+  /// Collective: the ranks must give the same parameters in the same order.
+  static std::shared_ptr<Unit> create(UnitSpec spec);
+  ~Unit();
+
+  const std::string& name() const {
+    return name_;
+  }
+  /// For people: "(root)" where the name is empty.
+  std::string display_name() const;
+  void set_name(std::string name) {
+    name_ = std::move(name);
+  }
+  c10::Device device() const {
+    return device_;
+  }
+  const Mesh& mesh() const {
+    return mesh_;
+  }
+  const MixedPrecisionPolicy& precision() const {
+    return precision_;
+  }
+  const std::optional<CPUOffloadPolicy>& offload_policy() const {
+    return offload_;
+  }
+  bool offloaded() const {
+    return offload_.has_value();
+  }
+  const std::vector<std::unique_ptr<Param>>& params() const {
+    return params_;
+  }
+  const std::vector<std::unique_ptr<Bucket>>& buckets() const {
+    return buckets_;
+  }
+  UnitPolicy policy;
+
+  // -- its place among the units
+
+  Runtime& runtime() const {
+    return *runtime_;
+  }
+  const std::shared_ptr<Runtime>& shared_runtime() const {
+    return runtime_;
+  }
+  /// `number`: in the order of `fully_shard` calls below one root.
+  void join(std::shared_ptr<Runtime> runtime, int number);
+  int number() const {
+    return number_;
+  }
+  Unit* parent() const {
+    return parent_;
+  }
+  void set_parent(Unit* parent) {
+    parent_ = parent;
+  }
+  bool is_ancestor_of(const Unit& other) const;
+  bool reshards_after(Phase phase) const;
+
+  // -- state
+
+  UnitState state() const {
+    return state_;
+  }
+  /// sharded -> arriving. Starts the gather.
+  void unshard();
+  /// arriving -> whole. The handles have memory when it returns.
+  void wait();
+  /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the backward.
+  void reshard(bool after_forward = false);
+  /// whole -> whole, but writable: changes reach the shards at the next reshard.
+  void make_private();
+  bool is_private() const;
+  /// The writable copy itself: a plain tensor.
+  at::Tensor private_copy(const Param& param) const;
+  /// Drops private copies without writing them back.
+  void discard_private();
+  /// Asked for by the user or by an explicit prefetch: kept until it is touched.
+  bool requested = false;
+  /// Held whole whatever happens, by a guard.
+  int held = 0;
+
+  // -- other collectives
+
+  /// Puts what `wrap` makes of each mesh's shard group in place of it. Collective: the shards move.
+  void use_gather_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap);
+  void use_reduce_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap);
+  bool has_other_gather_group() const;
+
+  // -- shards
+
+  /// Before an operator writes a shard: returns once no rank reads the old value. Cheap when already writing.
+  void before_shard_write(Param& param);
+  /// Before an operator reads a shard: writes to handles become visible.
+  void before_shard_read();
+  /// A shard's tensor was given other data: the shards move back into the home before the next gather. Collective then.
+  void shards_replaced() {
+    shards_replaced_ = true;
+  }
+  void settle_replaced_shards();
+  void place(Param& param);
+
+  // -- gradients
+
+  c10::ScalarType reduce_dtype_of(const Param& param) const;
+  void expect_gradients(bool first_use_of_param) {
+    awaiting_ += first_use_of_param ? 1 : 0;
+  }
+  void gradient_came(bool last_use_of_param) {
+    awaiting_ -= last_use_of_param ? 1 : 0;
+    ready_ = ready_ || (last_use_of_param && awaiting_ == 0);
+  }
+  /// All gradients that were expected are in; true once per time that happens.
+  bool take_ready() {
+    return std::exchange(ready_, false);
+  }
+  bool has_gradients() const;
+  /// Zeros have to be reduced in place of gradients that did not come.
+  bool misses_gradients() const;
+  bool reduced = false; ///< in this backward
+  int64_t gradient_bytes() const;
+  void forget_uses();
+  /// After a step that broke off.
+  void reset();
+
+  int64_t whole_bytes() const;
+  int64_t predicted_whole_bytes() const;
+
+  Label label(const char* operation) const {
+    return {operation, display_name()};
+  }
+
+ private:
+  Unit(UnitSpec& spec);
+  void add_params(UnitSpec& spec);
+  Bucket& bucket_for(const Mesh& mesh, const UnitSpec& spec);
+
+  std::string name_;
+  c10::Device device_;
+  Mesh mesh_;
+  MixedPrecisionPolicy precision_;
+  std::optional<CPUOffloadPolicy> offload_;
+  std::vector<std::unique_ptr<Param>> params_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+  std::shared_ptr<Runtime> runtime_;
+  int number_ = 0;
+  Unit* parent_ = nullptr;
+  UnitState state_ = UnitState::kSharded;
+  bool shards_replaced_ = false;
+  int awaiting_ = 0; // parameters whose gradients are expected
+  bool ready_ = false;
+};
+
+} // namespace fsdp::engine

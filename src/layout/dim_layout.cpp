@@ -1,0 +1,97 @@
+#include "layout/dim_layout.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include <ATen/ops/empty.h>
+#include <c10/util/Exception.h>
+
+namespace fsdp::layout {
+
+bool is_dense(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
+  std::vector<size_t> order(sizes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  int64_t expected = 1;
+  for (size_t d : order) {
+    if (sizes[d] == 0) {
+      return true;
+    }
+    if (sizes[d] != 1 && strides[d] != expected) {
+      return false;
+    }
+    expected *= sizes[d];
+  }
+  return true;
+}
+
+std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t next = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = next;
+    next *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+DimLayout::DimLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks)
+    : sizes_(std::move(sizes)), strides_(std::move(strides)), dim_(dim), ranks_(ranks) {
+  TORCH_INTERNAL_ASSERT(is_dense(sizes_, strides_));
+  TORCH_INTERNAL_ASSERT(ranks >= 1 && dim >= 0 && (sizes_.empty() || dim < static_cast<int64_t>(sizes_.size())));
+  numel_ = c10::multiply_integers(sizes_);
+  const int64_t all_rows = sizes_.empty() ? 1 : sizes_[dim_];
+  row_numel_ = all_rows == 0 ? 0 : numel_ / all_rows;
+  chunk_rows_ = (all_rows + ranks - 1) / ranks;
+  // Rows lie one after another exactly when no other dimension steps further than the one that is cut.
+  const bool rows_adjacent = sizes_.empty() || all_rows <= 1 || numel_ == 0 || strides_[dim_] == row_numel_;
+  in_place_ = ranks == 1 || rows_adjacent;
+}
+
+int64_t DimLayout::first_row(int rank) const {
+  return std::min(chunk_rows_ * rank, sizes_.empty() ? 1 : sizes_[dim_]);
+}
+
+int64_t DimLayout::rows(int rank) const {
+  return first_row(rank + 1) - first_row(rank);
+}
+
+int64_t DimLayout::begin(int rank) const {
+  return first_row(rank) * row_numel_;
+}
+
+int64_t DimLayout::length(int rank) const {
+  return rows(rank) * row_numel_;
+}
+
+std::vector<int64_t> DimLayout::shard_sizes(int rank) const {
+  if (sizes_.empty()) {
+    return rank == 0 ? sizes_ : std::vector<int64_t>{0};
+  }
+  std::vector<int64_t> result = sizes_;
+  result[dim_] = rows(rank);
+  return result;
+}
+
+std::vector<int64_t> DimLayout::shard_strides(int rank) const {
+  const bool keep = ranks_ == 1 || (in_place_ && !sizes_.empty());
+  return keep ? strides_ : contiguous_strides(shard_sizes(rank));
+}
+
+void DimLayout::unpack(const at::Tensor& slices, const at::Tensor& whole) const {
+  for (int rank = 0; rank < ranks_ && length(rank) > 0; ++rank) {
+    auto shard = slices.narrow(0, begin(rank), length(rank)).view(shard_sizes(rank));
+    whole.narrow(dim_, first_row(rank), rows(rank)).copy_(shard);
+  }
+}
+
+at::Tensor DimLayout::pack(const at::Tensor& whole) const {
+  auto slices = at::empty({numel_}, whole.options());
+  for (int rank = 0; rank < ranks_ && length(rank) > 0; ++rank) {
+    auto shard = slices.narrow(0, begin(rank), length(rank)).view(shard_sizes(rank));
+    shard.copy_(whole.narrow(dim_, first_row(rank), rows(rank)));
+  }
+  return slices;
+}
+
+} // namespace fsdp::layout

@@ -1,0 +1,63 @@
+#include <fsdp/call.h>
+
+#include <map>
+#include <mutex>
+#include <set>
+
+#include <torch/nn/module.h>
+
+#include "engine/unit.h"
+#include "nn/registry.h"
+
+namespace fsdp {
+
+namespace {
+
+std::mutex mutex;
+// By unit: it dies with its module, whose address may be used again.
+std::map<std::weak_ptr<engine::Unit>, std::set<std::string>, std::owner_less<>> forward_methods;
+
+at::Tensor cast(const at::Tensor& tensor, const std::optional<c10::ScalarType>& dtype) {
+  const bool needed = dtype && tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != *dtype;
+  return needed ? tensor.to(*dtype) : tensor;
+}
+
+} // namespace
+
+Boundary::Boundary(const torch::nn::Module& module) {
+  if (const auto unit = nn::registry::find(module)) {
+    const auto& precision = unit->precision();
+    device_ = unit->device();
+    input_dtype_ = precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+    output_dtype_ = precision.output_dtype;
+  }
+}
+
+at::Tensor Boundary::input(const at::Tensor& tensor) const {
+  const bool elsewhere = device_ && tensor.defined() && tensor.device() != *device_;
+  return cast(elsewhere ? tensor.to(*device_) : tensor, input_dtype_);
+}
+
+at::Tensor Boundary::output(const at::Tensor& tensor) const {
+  return cast(tensor, output_dtype_);
+}
+
+void register_fsdp_forward_method(torch::nn::Module& module, const std::string& method_name) {
+  if (const auto unit = nn::registry::find(module)) {
+    std::lock_guard lock(mutex);
+    std::erase_if(forward_methods, [](const auto& item) { return item.first.expired(); });
+    forward_methods[unit].insert(method_name);
+  }
+}
+
+bool is_fsdp_forward_method(const torch::nn::Module& module, const std::string& method_name) {
+  const auto unit = nn::registry::find(module);
+  if (!unit || method_name == "forward") {
+    return unit != nullptr;
+  }
+  std::lock_guard lock(mutex);
+  auto found = forward_methods.find(unit);
+  return found != forward_methods.end() && found->second.count(method_name) > 0;
+}
+
+} // namespace fsdp

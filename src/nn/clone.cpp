@@ -1,0 +1,167 @@
+#include <fsdp/clone.h>
+
+#include <map>
+
+#include <torch/nn/module.h>
+
+#include <fsdp/fully_shard.h>
+#include <fsdp/sharded_tensor.h>
+
+#include "base/check.h"
+#include "engine/bucket.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+using engine::Unit;
+
+/// Whole parameters, in the dtype of the shards, in place of the registered shards; put back at the end.
+class WholeParameters {
+ public:
+  explicit WholeParameters(torch::nn::Module& module) {
+    std::map<const engine::Param*, at::Tensor> wholes;
+    for (auto& slot : nn::slots_of(module)) {
+      const auto* param = nn::param_of(slot.tensor);
+      if (param == nullptr || !slot.replace) {
+        continue;
+      }
+      auto& whole = wholes[param];
+      if (!whole.defined()) {
+        whole = sharded(param->shard()).full_tensor().set_requires_grad(param->trainable());
+      }
+      slots_.push_back({slot, param->shard()});
+      slot.replace(whole);
+    }
+  }
+  ~WholeParameters() {
+    for (auto& [slot, shard] : slots_) {
+      slot.replace(shard);
+    }
+  }
+
+ private:
+  std::vector<std::pair<nn::Slot, at::Tensor>> slots_;
+};
+
+/// A call of `fully_shard`, to be repeated on the copy.
+struct Recipe {
+  std::shared_ptr<Unit> unit;
+  std::vector<std::string> paths;
+  std::map<std::string, ShardPlacement> placements; // by the parameter's path from the root
+};
+
+std::map<int, Recipe> recipes_of(torch::nn::Module& root) {
+  std::map<int, Recipe> recipes; // by number: the order in which `fully_shard` was called
+  for (const auto& item : root.named_modules("", /*include_self=*/true)) {
+    if (auto unit = nn::registry::find(*item.value())) {
+      auto& recipe = recipes[unit->number()];
+      recipe.unit = unit;
+      recipe.paths.push_back(item.key());
+    }
+  }
+  for (const auto& slot : nn::slots_of(root)) {
+    const auto* param = nn::param_of(slot.tensor);
+    if (param == nullptr) {
+      continue;
+    }
+    for (auto& [number, recipe] : recipes) {
+      if (recipe.unit.get() == &param->unit()) {
+        recipe.placements[slot.path] = {param->layout().dim(), param->bucket().options().mesh};
+      }
+    }
+  }
+  return recipes;
+}
+
+FullyShardOptions options_of(const Recipe& recipe) {
+  const Unit& unit = *recipe.unit;
+  FullyShardOptions options;
+  options.mesh = unit.mesh();
+  if (unit.policy.reshard_to) {
+    options.reshard_after_forward = *unit.policy.reshard_to;
+  } else if (unit.policy.reshard_after_forward) {
+    options.reshard_after_forward = *unit.policy.reshard_after_forward;
+  }
+  options.mp_policy = unit.precision();
+  if (unit.offloaded()) {
+    options.offload_policy = *unit.offload_policy();
+  }
+  // The copy's modules give paths of their own, relative to each of them: a suffix of the path from the root.
+  options.shard_placement_fn = [recipe](const at::Tensor&, const std::string& name) -> std::optional<ShardPlacement> {
+    for (const auto& path : recipe.paths) {
+      auto found = recipe.placements.find(path.empty() ? name : path + "." + name);
+      if (found != recipe.placements.end()) {
+        return found->second;
+      }
+    }
+    return std::nullopt;
+  };
+  return options;
+}
+
+// Clones are made by constructing anew, which forgets what is frozen.
+void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
+  auto originals = nn::slots_of(from), copies = nn::slots_of(to);
+  TORCH_INTERNAL_ASSERT(originals.size() == copies.size());
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto* param = nn::param_of(originals[i].tensor);
+    copies[i].tensor.set_requires_grad(param != nullptr ? param->trainable() : originals[i].tensor.requires_grad());
+  }
+}
+
+} // namespace
+
+std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
+  const auto recipes = recipes_of(module);
+  FSDP_CHECK(!recipes.empty(), "[clone] the module is not sharded: call fully_shard first, or use module->clone()");
+  std::shared_ptr<torch::nn::Module> copy;
+  {
+    WholeParameters wholes(module);
+    copy = module.clone();
+  }
+  copy_requires_grad(module, *copy);
+  std::map<std::string, torch::nn::Module*> modules{{"", copy.get()}};
+  for (const auto& item : copy->named_modules("", /*include_self=*/false)) {
+    modules[item.key()] = item.value().get();
+  }
+  for (const auto& [number, recipe] : recipes) {
+    std::vector<torch::nn::Module*> same;
+    for (const auto& path : recipe.paths) {
+      same.push_back(modules.at(path));
+    }
+    auto sharded_copy = fully_shard(same, options_of(recipe));
+    auto& policy = sharded_copy.unit()->policy;
+    policy = recipe.unit->policy;
+    policy.forward_prefetch.clear();
+    policy.backward_prefetch.clear();
+  }
+  return copy;
+}
+
+void ema_update_(torch::nn::Module& average, const torch::nn::Module& model, double decay) {
+  c10::AutoGradMode no_grad(false);
+  auto averages = parameters(average), values = parameters(model);
+  auto average_buffers = average.buffers(), buffers = model.buffers();
+  FSDP_CHECK(
+      averages.size() == values.size() && average_buffers.size() == buffers.size(),
+      "[ema_update_] the average has ", averages.size(), " parameters and the model ", values.size(),
+      ": make the average with fsdp::clone(model)");
+  for (size_t i = 0; i < averages.size(); ++i) {
+    FSDP_CHECK(
+        averages[i].sizes() == values[i].sizes(),
+        "[ema_update_] shard ", i, " has sizes ", averages[i].sizes(), " in the average and ", values[i].sizes(),
+        " in the model: make the average with fsdp::clone(model)");
+    averages[i].lerp_(values[i].detach(), 1 - decay);
+  }
+  for (size_t i = 0; i < buffers.size(); ++i) {
+    average_buffers[i].copy_(buffers[i]);
+  }
+}
+
+} // namespace fsdp

@@ -1,0 +1,164 @@
+#include <fsdp/describe.h>
+
+#include <algorithm>
+#include <iomanip>
+#include <set>
+#include <sstream>
+
+#include <c10/core/ScalarType.h>
+#include <torch/nn/module.h>
+
+#include "base/format.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+using engine::Unit;
+
+// "Float" as users write it: "float32".
+std::string dtype_name(c10::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
+
+std::string dtypes_of(const Unit& unit) {
+  std::vector<std::string> names;
+  for (const auto& param : unit.params()) {
+    const auto stored = param->shard_dtype(), gathered = param->gathered_dtype();
+    auto name = dtype_name(stored) + (stored == gathered ? "" : " -> " + dtype_name(gathered));
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      names.push_back(std::move(name));
+    }
+  }
+  return join(names);
+}
+
+std::string policy_of(const Unit& unit) {
+  std::string text = unit.reshards_after(engine::Phase::kForward) ? "reshard" : "keep";
+  if (unit.policy.reshard_to) {
+    text += " to " + std::to_string(*unit.policy.reshard_to);
+  }
+  return text + (unit.offloaded() ? ", offload" : "");
+}
+
+int64_t gradient_bytes(const Unit& unit) {
+  int64_t bytes = 0;
+  for (const auto& param : unit.params()) {
+    if (param->trainable()) {
+      const auto widest = std::max(
+          c10::elementSize(unit.reduce_dtype_of(*param)), c10::elementSize(param->gathered_dtype()));
+      bytes += param->layout().numel() * static_cast<int64_t>(widest);
+    }
+  }
+  return bytes;
+}
+
+// What this rank pays when the unit is whole.
+int64_t whole_bytes(const Unit& unit) {
+  int64_t bytes = 0;
+  for (const auto& param : unit.params()) {
+    Group& group = *param->bucket().gather_group;
+    const bool own_memory = !group.gathers_in_place() || !param->layout().in_place();
+    const bool cast = param->shard_dtype() != param->gathered_dtype();
+    bytes += own_memory ? param->gathered_bytes() : (cast ? param->gathered_bytes() / group.size() : 0);
+  }
+  return bytes;
+}
+
+UnitDescription describe_unit(const Unit& unit) {
+  UnitDescription text;
+  text.name = unit.display_name();
+  text.parameters = static_cast<int64_t>(unit.params().size());
+  for (const auto& param : unit.params()) {
+    text.numel += param->layout().numel();
+    text.bytes_shard += static_cast<int64_t>(param->shard().nbytes());
+  }
+  text.bytes_whole = unit.predicted_whole_bytes();
+  text.dtype = dtypes_of(unit);
+  text.mesh = unit.mesh().str();
+  text.policy = policy_of(unit);
+  return text;
+}
+
+int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {
+  std::sort(values.rbegin(), values.rend());
+  int64_t sum = 0;
+  for (size_t i = 0; i < std::min(count, values.size()); ++i) {
+    sum += values[i];
+  }
+  return sum;
+}
+
+// Shards and their gradients; units that stay whole; the one in use, the one before it and the one prefetched; gradients arriving and
+// in flight.
+int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
+  std::vector<int64_t> passing, gradients;
+  int64_t staying = 0, shard_gradients = 0;
+  size_t in_flight = 2;
+  for (Unit* unit : units) {
+    (unit->reshards_after(engine::Phase::kForward) ? passing.emplace_back() : staying) += whole_bytes(*unit);
+    gradients.push_back(gradient_bytes(*unit));
+    in_flight = static_cast<size_t>(unit->runtime().reducer().max_in_flight());
+    for (const auto& param : unit->params()) {
+      shard_gradients += param->trainable() ? static_cast<int64_t>(param->shard().nbytes()) : 0;
+    }
+  }
+  return bytes_shard + shard_gradients + staying + sum_of_largest(passing, 3) + sum_of_largest(gradients, in_flight + 1);
+}
+
+std::vector<Unit*> units_of(const torch::nn::Module& module) {
+  std::vector<Unit*> units;
+  for (const auto& slot : nn::slots_of(const_cast<torch::nn::Module&>(module))) {
+    if (auto* param = nn::param_of(slot.tensor)) {
+      if (std::find(units.begin(), units.end(), &param->unit()) == units.end()) {
+        units.push_back(&param->unit());
+      }
+    }
+  }
+  return units;
+}
+
+} // namespace
+
+Description describe(const torch::nn::Module& module) {
+  Description description;
+  const auto units = units_of(module);
+  for (const Unit* unit : units) {
+    description.units.push_back(describe_unit(*unit));
+    description.bytes_shard += description.units.back().bytes_shard;
+  }
+  description.bytes_peak = predict_peak(units, description.bytes_shard);
+  return description;
+}
+
+std::string Description::str() const {
+  std::vector<std::vector<std::string>> rows{{"unit", "tensors", "parameters", "whole", "per rank", "dtype", "mesh", "policy"}};
+  for (const auto& unit : units) {
+    rows.push_back(
+        {unit.name, std::to_string(unit.parameters), std::to_string(unit.numel), human_bytes(unit.bytes_whole),
+         human_bytes(unit.bytes_shard), unit.dtype, unit.mesh, unit.policy});
+  }
+  std::vector<size_t> widths(rows[0].size());
+  for (const auto& row : rows) {
+    for (size_t column = 0; column < row.size(); ++column) {
+      widths[column] = std::max(widths[column], row[column].size());
+    }
+  }
+  std::ostringstream out;
+  for (const auto& row : rows) {
+    for (size_t column = 0; column < row.size(); ++column) {
+      const bool number = column >= 1 && column <= 4;
+      out << (column == 0 ? "" : "  ") << (number ? std::right : std::left) << std::setw(static_cast<int>(widths[column]))
+          << row[column];
+    }
+    out << "\n";
+  }
+  out << "This rank keeps " << human_bytes(bytes_shard) << " of shards; parameters and gradients take at most "
+      << human_bytes(bytes_peak) << " in a step.\n";
+  return out.str();
+}
+
+} // namespace fsdp

@@ -1,0 +1,273 @@
+#include <fsdp/fully_shard.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <unordered_set>
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include <fsdp/init.h>
+
+#include "base/check.h"
+#include "base/format.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+using engine::Param;
+using engine::Unit;
+
+void check_device(c10::Device device) {
+  FSDP_CHECK(
+      c10::impl::hasDeviceGuardImpl(device.type()) && device.type() != c10::kMeta,
+      "[fully_shard] the mesh is on '", device, "', which this LibTorch has no support for: build the mesh on \"cpu\" or on a device ",
+      "that torch::Device can use here");
+}
+
+void check_mesh(const Mesh& mesh) {
+  FSDP_CHECK(
+      mesh.ndim() == 1 || mesh.ndim() == 2,
+      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not ", mesh.str(),
+      ": slice it, as in mesh[\"shard\"]");
+  FSDP_CHECK(
+      mesh.ndim() == 1 || !mesh.names().empty(),
+      "[fully_shard] the two dimensions of a hybrid mesh need names: init_device_mesh(device, {replicas, shards}, ",
+      "{\"replicate\", \"shard\"})");
+  check_device(mesh.device());
+}
+
+void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
+  const auto ranks = options.reshard_after_forward.ranks();
+  const int64_t shards = mesh.sizes().back();
+  FSDP_CHECK(
+      !ranks || (*ranks >= 1 && *ranks <= shards && shards % *ranks == 0),
+      "[fully_shard] reshard_after_forward = ", *ranks, " must divide the ", shards, " ranks of the shard dimension of ", mesh.str());
+}
+
+// Ranks that shard different models would wait for one another, or mix up their parameters.
+void check_same_everywhere(const engine::UnitSpec& spec) {
+  Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
+  if (group.size() == 1) {
+    return;
+  }
+  std::ostringstream mine;
+  for (const auto& param : spec.params) {
+    mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << "\n";
+  }
+  const auto all = group.exchange(mine.str(), {"fully_shard", spec.name});
+  for (int rank = 0; rank < group.size(); ++rank) {
+    FSDP_CHECK(
+        all[rank] == mine.str(),
+        "[fully_shard] rank ", group.rank(), " and rank ", rank, " shard different parameters:\n", mine.str(), "against\n", all[rank],
+        "Build the same model on every rank");
+  }
+}
+
+/// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
+struct Found {
+  std::vector<nn::Slot> slots;
+  std::vector<engine::ParamSpec> params;
+  int in_units = 0; // belong to units already
+};
+
+void check_materialized(const Found& found) {
+  std::vector<std::string> on_meta;
+  for (const auto& param : found.params) {
+    if (param.tensor.is_meta()) {
+      on_meta.push_back(param.name);
+    }
+  }
+  FSDP_CHECK(
+      on_meta.empty(),
+      "[fully_shard] parameters have to be materialized from the meta device first, but these were not: ", join(on_meta));
+}
+
+std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const nn::Slot& slot) {
+  return options.shard_placement_fn ? options.shard_placement_fn(slot.tensor, slot.path) : std::nullopt;
+}
+
+void check_one_mesh(const Param& param, const nn::Slot& slot, const std::optional<ShardPlacement>& placement) {
+  FSDP_CHECK(
+      !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
+      "[fully_shard] '", slot.path, "' is the same parameter as '", param.name(), "', which already lies on ",
+      param.bucket().options().mesh.str(), ": a parameter cannot be in two meshes, and ", placement->mesh->str(), " was asked for");
+}
+
+Found find_parameters(std::vector<nn::Slot> slots, const FullyShardOptions& options) {
+  Found found{std::move(slots), {}, 0};
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& tensor : options.ignored_params) {
+    seen.insert(tensor.unsafeGetTensorImpl());
+  }
+  for (const auto& slot : found.slots) {
+    if (const Param* param = nn::param_of(slot.tensor)) {
+      ++found.in_units;
+      if (nn::is_handle(slot.tensor)) {
+        check_one_mesh(*param, slot, placement_of(options, slot));
+      }
+    } else if (seen.insert(slot.tensor.unsafeGetTensorImpl()).second) {
+      found.params.push_back({slot.path, slot.tensor, placement_of(options, slot).value_or(ShardPlacement{})});
+    }
+  }
+  return found;
+}
+
+void check_placement_meshes(const Found& found, const Mesh& mesh) {
+  for (const auto& param : found.params) {
+    if (param.placement.mesh) {
+      check_mesh(*param.placement.mesh);
+      FSDP_CHECK(
+          param.placement.mesh->device() == mesh.device(),
+          "[fully_shard] '", param.name, "' is to lie on ", param.placement.mesh->str(), ", its unit on ", mesh.str(),
+          ": both have to be on one kind of device");
+    }
+  }
+}
+
+// From now on the registered parameters are the shards.
+void register_shards(std::vector<nn::Slot>& slots) {
+  for (auto& slot : slots) {
+    const Param* param = nn::param_of(slot.tensor);
+    if (param != nullptr && slot.replace) {
+      slot.replace(param->shard());
+    }
+  }
+}
+
+// The outermost module's names are the ones that users know.
+void name_parameters(const std::vector<nn::Slot>& slots) {
+  std::unordered_set<Param*> named;
+  for (const auto& slot : slots) {
+    Param* param = nn::param_of(slot.tensor);
+    if (param != nullptr && named.insert(param).second) {
+      param->set_name(slot.path);
+    }
+  }
+}
+
+std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, const std::string& name) {
+  Mesh mesh = options.mesh ? *options.mesh : default_mesh();
+  check_mesh(mesh);
+  check_reshard(options, mesh);
+  check_placement_meshes(found, mesh);
+  FSDP_CHECK(
+      !found.params.empty() || found.in_units > 0,
+      "[fully_shard] the module '", name, "' has no parameters, nor have the modules below it: there is nothing to shard");
+  const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy);
+  engine::UnitSpec spec{
+      name,
+      found.params,
+      mesh,
+      mesh.device(),
+      options.mp_policy,
+      offload != nullptr ? std::optional(*offload) : std::nullopt,
+      options.reshard_after_forward};
+  check_same_everywhere(spec);
+  found.params.clear();
+  return Unit::create(std::move(spec));
+}
+
+/// The units of the modules below, which have not been told yet what they are called from here, nor who is above them.
+void adopt_units_below(const std::vector<torch::nn::Module*>& modules, const std::shared_ptr<Unit>& unit) {
+  std::unordered_map<Unit*, std::vector<std::string>> paths;
+  std::vector<std::shared_ptr<Unit>> order;
+  for (auto* module : modules) {
+    for (const auto& item : module->named_modules("", /*include_self=*/false)) {
+      auto below = nn::registry::find(*item.value());
+      if (below == nullptr || below == unit) {
+        continue;
+      }
+      auto& names = paths[below.get()];
+      if (names.empty()) {
+        order.push_back(below);
+      }
+      names.push_back(item.key());
+    }
+  }
+  for (auto& below : order) {
+    below->set_name(join(paths[below.get()]));
+    if (below->parent() == nullptr) {
+      below->set_parent(unit.get());
+    }
+    if (below->shared_runtime() != unit->shared_runtime()) {
+      unit->runtime().adopt(below->runtime());
+    }
+  }
+  if (unit->params().empty()) {
+    unit->runtime().keep(unit);
+  }
+}
+
+void move_buffers(torch::nn::Module& module, c10::Device device) {
+  engine::InternalScope scope;
+  for (auto& buffer : module.buffers()) {
+    if (buffer.defined() && buffer.device() != device) {
+      buffer.set_data(buffer.to(device));
+    }
+  }
+}
+
+} // namespace
+
+FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
+  return fully_shard(std::vector<torch::nn::Module*>{&module}, options);
+}
+
+FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
+  FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
+  std::vector<nn::Slot> slots;
+  std::vector<std::string> names;
+  for (auto* module : modules) {
+    FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null");
+    FSDP_CHECK(
+        nn::registry::find(*module) == nullptr,
+        "[fully_shard] was called twice on the same module (", module->name(), "): call it once, children before parents");
+    names.push_back(module->name());
+    auto own = nn::slots_of(*module);
+    slots.insert(slots.end(), own.begin(), own.end());
+  }
+  Found found = find_parameters(std::move(slots), options);
+  check_materialized(found);
+  auto unit = make_unit(found, options, join(names));
+  name_parameters(found.slots);
+  register_shards(found.slots);
+  for (auto* module : modules) {
+    nn::registry::enter(*module, unit);
+    move_buffers(*module, unit->device());
+  }
+  unit->set_name(modules.size() == 1 ? "" : join(names));
+  adopt_units_below(modules, unit);
+  return FSDPModule(unit);
+}
+
+FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {
+  Found found = find_parameters(nn::slots_of(module), options);
+  check_materialized(found);
+  FSDP_CHECK(
+      found.in_units == 0 || !found.params.empty(),
+      "[fully_shard] was called twice on the same TorchScript module: call it once");
+  auto unit = make_unit(found, options, module.type()->name() ? module.type()->name()->name() : "TorchScript module");
+  unit->set_name("");
+  return FSDPModule(unit);
+}
+
+FSDPModule as_fsdp(torch::nn::Module& module) {
+  auto unit = nn::registry::find(module);
+  FSDP_CHECK(unit != nullptr, "[as_fsdp] fully_shard was not called on this module (", module.name(), "): call it first");
+  return FSDPModule(std::move(unit));
+}
+
+bool is_fsdp(const torch::nn::Module& module) {
+  return nn::registry::find(module) != nullptr;
+}
+
+} // namespace fsdp

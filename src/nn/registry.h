@@ -1,0 +1,18 @@
+#pragma once
+
+#include <memory>
+
+#include <torch/nn/module.h>
+
+namespace fsdp::engine {
+class Unit;
+}
+
+/// Which unit `fully_shard` made of a module. Forgets modules and units that are gone. Thread safe.
+namespace fsdp::nn::registry {
+
+void enter(torch::nn::Module& module, const std::shared_ptr<engine::Unit>& unit);
+/// Null if the module has none.
+std::shared_ptr<engine::Unit> find(const torch::nn::Module& module);
+
+} // namespace fsdp::nn::registry

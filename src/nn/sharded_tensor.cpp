@@ -1,0 +1,122 @@
+#include <fsdp/sharded_tensor.h>
+
+#include <unordered_set>
+
+#include <ATen/ops/as_strided.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include "base/check.h"
+#include "engine/bucket.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+const engine::Param& param_behind(const at::Tensor& shard) {
+  const engine::Param* param = nn::param_of(shard);
+  FSDP_CHECK(
+      param != nullptr && !nn::is_handle(shard),
+      "[sharded] a parameter's shard is needed, as model->parameters() gives it after fully_shard; this is ",
+      param != nullptr ? "the handle of '" + param->name() + "'" : std::string("another tensor"));
+  return *param;
+}
+
+// Every rank's `local` (this rank's slice of a parameter, or of its gradient) put together.
+at::Tensor put_together(const engine::Param& param, const at::Tensor& local, const char* operation) {
+  engine::InternalScope scope;
+  const auto& layout = param.layout();
+  auto mine = local.numel() == 0 ? local : at::as_strided(local, {local.numel()}, {1}, local.storage_offset());
+  Group& group = param.bucket().shard_group();
+  const Label label{operation, param.name()};
+  auto home = group.make_home(
+      {Piece{layout.numel(), layout.chunk(), local.scalar_type(), local.scalar_type()}}, {local.device()}, label);
+  home->begin_write(label);
+  at::from_blob(home->slice(0), {mine.numel()}, local.options().requires_grad(false)).copy_(mine.view(-1));
+  auto gathered = home->gather(label);
+  gathered->wait();
+  auto slices = param.flat_view_of_whole(gathered->piece(0), local.scalar_type(), local.device());
+  auto whole = at::empty_strided(layout.sizes(), layout.strides(), slices.options());
+  if (layout.in_place()) {
+    at::as_strided(whole, {layout.numel()}, {1}).copy_(slices);
+  } else {
+    layout.unpack(slices, whole);
+  }
+  group.barrier(label); // nobody reads this rank's slice any more
+  return whole;
+}
+
+std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<nn::Slot>& slots) {
+  std::vector<std::pair<std::string, at::Tensor>> shards;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& slot : slots) {
+    const engine::Param* param = nn::param_of(slot.tensor);
+    const at::Tensor tensor = param != nullptr ? param->shard() : slot.tensor;
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      shards.emplace_back(slot.path, tensor);
+    }
+  }
+  return shards;
+}
+
+std::vector<at::Tensor> without_names(const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : named) {
+    tensors.push_back(tensor);
+  }
+  return tensors;
+}
+
+} // namespace
+
+int64_t ShardedTensor::numel() const {
+  return c10::multiply_integers(sizes);
+}
+
+at::Tensor ShardedTensor::full_tensor() const {
+  const auto& param = param_behind(local);
+  param.unit().before_shard_read();
+  return put_together(param, local.detach(), "full_tensor");
+}
+
+at::Tensor ShardedTensor::full_grad() const {
+  const auto& param = param_behind(local);
+  return local.grad().defined() ? put_together(param, local.grad().detach(), "full_grad") : at::Tensor();
+}
+
+bool is_sharded(const at::Tensor& tensor) {
+  return nn::param_of(tensor) != nullptr && !nn::is_handle(tensor);
+}
+
+ShardedTensor sharded(const at::Tensor& shard) {
+  const auto& param = param_behind(shard);
+  const Mesh& mesh = param.bucket().options().mesh;
+  std::vector<Placement> placements(mesh.ndim());
+  placements.back().shard_dim = param.layout().dim();
+  return {param.shard(), param.name(), param.layout().sizes(), param.layout().strides(), mesh, placements};
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module) {
+  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module)));
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module) {
+  return shards_of(nn::slots_of(module));
+}
+
+std::vector<at::Tensor> parameters(const torch::nn::Module& module) {
+  return without_names(named_parameters(module));
+}
+
+std::vector<at::Tensor> parameters(const torch::jit::Module& module) {
+  return without_names(named_parameters(module));
+}
+
+} // namespace fsdp

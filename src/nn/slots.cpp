@@ -1,0 +1,70 @@
+#include "nn/slots.h"
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/modules/container/parameterdict.h>
+#include <torch/nn/modules/container/parameterlist.h>
+
+#include "engine/tenant.h"
+
+namespace fsdp::nn {
+
+namespace {
+
+// A module's registered parameters are protected; a derived class may see them.
+struct Registered : torch::nn::Module {
+  static torch::OrderedDict<std::string, at::Tensor>& of(torch::nn::Module& module) {
+    return module.*(&Registered::parameters_);
+  }
+};
+
+bool reads_registered_parameters(const torch::nn::Module& module) {
+  return dynamic_cast<const torch::nn::ParameterListImpl*>(&module) != nullptr ||
+      dynamic_cast<const torch::nn::ParameterDictImpl*>(&module) != nullptr;
+}
+
+std::string join_path(const std::string& prefix, const std::string& name) {
+  return prefix.empty() ? name : (name.empty() ? prefix : prefix + "." + name);
+}
+
+} // namespace
+
+std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix) {
+  std::vector<Slot> slots;
+  auto& own = Registered::of(module);
+  const bool handles_stay = reads_registered_parameters(module);
+  for (auto& item : own) {
+    if (item.value().defined()) {
+      at::Tensor* place = &item.value();
+      std::function<void(const at::Tensor&)> replace;
+      if (!handles_stay) {
+        replace = [place](const at::Tensor& tensor) { *place = tensor; };
+      }
+      slots.push_back({join_path(prefix, item.key()), *place, std::move(replace)});
+    }
+  }
+  for (auto& child : module.named_children()) {
+    auto below = slots_of(*child.value(), join_path(prefix, child.key()));
+    slots.insert(slots.end(), below.begin(), below.end());
+  }
+  return slots;
+}
+
+std::vector<Slot> slots_of(const torch::jit::Module& module) {
+  std::vector<Slot> slots;
+  for (const auto& item : module.named_parameters(/*recurse=*/true)) {
+    slots.push_back({item.name, item.value, nullptr});
+  }
+  return slots;
+}
+
+engine::Param* param_of(const at::Tensor& tensor) {
+  const engine::Tenant* tenant = engine::tenant_of(tensor);
+  return tenant == nullptr ? nullptr : tenant->param;
+}
+
+bool is_handle(const at::Tensor& tensor) {
+  const engine::Tenant* tenant = engine::tenant_of(tensor);
+  return tenant != nullptr && tenant->role == engine::Role::kHandle;
+}
+
+} // namespace fsdp::nn

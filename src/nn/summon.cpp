@@ -1,0 +1,156 @@
+#include <fsdp/summon.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <vector>
+
+#include <ATen/ops/empty.h>
+#include <torch/nn/module.h>
+
+#include <fsdp/sharded_tensor.h>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+using engine::Param;
+using engine::Unit;
+
+/// What has to be undone: which whole tensor stands in which slot, and for which parameter.
+struct SummonedParams::Impl {
+  struct Replaced {
+    nn::Slot slot;
+    Param* param;
+  };
+
+  SummonOptions options;
+  std::vector<std::shared_ptr<Unit>> units;
+  std::unordered_map<Param*, at::Tensor> wholes;
+  std::vector<Replaced> replaced;
+
+  void hold(const std::shared_ptr<Unit>& unit);
+  void show(torch::nn::Module& module);
+  void restore();
+};
+
+namespace {
+
+std::vector<std::shared_ptr<Unit>> units_to_summon(torch::nn::Module& module, bool recurse) {
+  std::vector<std::shared_ptr<Unit>> units;
+  auto own = nn::registry::find(module);
+  for (const auto& slot : nn::slots_of(module)) {
+    Param* param = nn::param_of(slot.tensor);
+    if (param == nullptr) {
+      continue;
+    }
+    auto unit = param->unit().shared_from_this();
+    const bool wanted = recurse || unit == own;
+    if (wanted && std::find(units.begin(), units.end(), unit) == units.end()) {
+      units.push_back(std::move(unit));
+    }
+  }
+  return units;
+}
+
+} // namespace
+
+void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
+  auto guard = unit->runtime().lock();
+  FSDP_CHECK(
+      !unit->runtime().in_step(),
+      "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before or after ",
+      "(after a forward without backward, call FSDPModule::reset_iter_state() on the root first)");
+  unit->unshard();
+  unit->wait();
+  unit->make_private();
+  ++unit->held;
+  units.push_back(unit);
+}
+
+void SummonedParams::Impl::show(torch::nn::Module& module) {
+  const bool visible = !options.rank0_only || units.empty() || units[0]->mesh().coordinate(units[0]->mesh().ndim() - 1) == 0;
+  for (auto& unit : units) {
+    for (const auto& param : unit->params()) {
+      // Gradients are gathered by all, shown to some.
+      at::Tensor gradient = options.with_grads ? sharded(param->shard()).full_grad() : at::Tensor();
+      if (!visible) {
+        continue;
+      }
+      engine::InternalScope scope;
+      at::Tensor whole = unit->private_copy(*param);
+      whole = options.offload_to_cpu ? whole.to(c10::kCPU) : whole;
+      whole.set_requires_grad(param->trainable());
+      if (gradient.defined()) {
+        whole.mutable_grad() = gradient.to(whole.options().requires_grad(false));
+      }
+      wholes[param.get()] = whole;
+    }
+  }
+  for (auto& slot : nn::slots_of(module)) {
+    Param* param = nn::param_of(slot.tensor);
+    if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
+      slot.replace(found->second);
+      replaced.push_back({slot, param});
+    }
+  }
+}
+
+void SummonedParams::Impl::restore() {
+  engine::InternalScope scope;
+  for (auto& [slot, param] : replaced) {
+    slot.replace(param->shard());
+  }
+  for (auto& unit : units) {
+    auto guard = unit->runtime().lock();
+    --unit->held;
+    if (!options.writeback) {
+      unit->discard_private();
+      continue;
+    }
+    for (const auto& param : unit->params()) {
+      auto found = wholes.find(param.get());
+      if (found != wholes.end() && options.offload_to_cpu) {
+        unit->private_copy(*param).copy_(found->second);
+      }
+    }
+    unit->reshard();
+  }
+}
+
+SummonedParams::SummonedParams(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+SummonedParams::SummonedParams(SummonedParams&&) noexcept = default;
+
+SummonedParams::~SummonedParams() {
+  if (!impl_) {
+    return;
+  }
+  try {
+    impl_->restore();
+  } catch (const std::exception& error) {
+    log::error("[summon_full_params] the parameters could not be sharded again: ", error.what());
+  }
+}
+
+SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options) {
+  FSDP_CHECK(
+      !(options.rank0_only && options.writeback),
+      "[summon_full_params] with rank0_only the other ranks have nothing to write back: set writeback = false");
+  auto impl = std::make_unique<SummonedParams::Impl>();
+  impl->options = options;
+  {
+    engine::InternalScope scope;
+    for (const auto& unit : units_to_summon(module, options.recurse)) {
+      impl->hold(unit);
+    }
+  }
+  impl->show(module);
+  return SummonedParams(std::move(impl));
+}
+
+} // namespace fsdp

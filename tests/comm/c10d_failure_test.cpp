@@ -1,0 +1,92 @@
+#include <chrono>
+#include <csignal>
+
+#include <gtest/gtest.h>
+
+#include "comm/c10d_backends.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+/// Three ranks over Gloo, of which one stops in the middle: before it joins the second of two gathers.
+struct Loss {
+  int rank;
+  int signal;
+  milliseconds timeout;
+};
+
+std::string message_after(const Loss& loss) {
+  const Launch launch = read_launch();
+  Rendezvous rendezvous(launch, seconds(60));
+  const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, loss.timeout);
+  const auto home = group->make_home({{300, 100, at::kFloat, at::kFloat}}, {}, {"make home", "blocks.1"});
+  home->gather({"unshard", "blocks.1"})->wait();
+  if (launch.rank == loss.rank) {
+    raise(loss.signal);
+  }
+  const auto start = std::chrono::steady_clock::now();
+  const std::string message = error_message([&] { home->gather({"unshard", "blocks.2"})->wait(); });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, loss.timeout + seconds(6));
+  EXPECT_THROW(group->barrier({"barrier", ""}), CommError); // at once, and ever after
+  return message;
+}
+
+class C10dFailure : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!gloo_available()) {
+      GTEST_SKIP() << "built without Gloo";
+    }
+  }
+
+  void lose(const Loss& loss) {
+    const ProcessOptions options{.timeout = seconds(60), .lost = {loss.rank}, .environment = {}};
+    on_processes(
+        3,
+        [&] {
+          const std::string message = message_after(loss);
+          EXPECT_TRUE(contains(message, "[unshard] rank " + std::to_string(process_rank()) + " of 3"));
+          EXPECT_TRUE(contains(message, "'blocks.2'"));
+          EXPECT_TRUE(contains(message, "over gloo"));
+        },
+        options);
+  }
+};
+
+TEST_F(C10dFailure, AKilledRankEndsTheOthersAtOnce) {
+  lose({.rank = 1, .signal = SIGKILL, .timeout = seconds(30)});
+}
+
+TEST_F(C10dFailure, SoDoesTheRankThatServesTheStore) {
+  lose({.rank = 0, .signal = SIGKILL, .timeout = seconds(30)});
+}
+
+TEST_F(C10dFailure, AStoppedRankEndsTheOthersAfterTheTimeout) {
+  lose({.rank = 1, .signal = SIGSTOP, .timeout = milliseconds(2000)});
+}
+
+TEST_F(C10dFailure, AStoppedStoreHangsNobody) {
+  lose({.rank = 0, .signal = SIGSTOP, .timeout = milliseconds(2000)});
+}
+
+TEST_F(C10dFailure, WhoIsMissingIsNamed) {
+  on_processes(3, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000));
+    if (launch.rank == 2) {
+      std::this_thread::sleep_for(seconds(5));
+    } else {
+      const std::string message = error_message([&] { group->barrier({"barrier", "epoch 3"}); });
+      EXPECT_TRUE(contains(message, "rank 2 has not come to it")) << process_rank();
+    }
+    rendezvous.leave(seconds(20));
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing

@@ -1,0 +1,116 @@
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+
+#include "comm/c10d/buffer_pool.h"
+#include "comm/c10d/divide.h"
+#include "comm/c10d/order_check.h"
+#include "comm/c10d/payload.h"
+#include "comm/c10d/rank_major.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+using namespace adapter;
+
+TEST(Payload, KeepsDtypesTogetherAndEndsOnSixteenBytes) {
+  const std::vector<Piece> pieces{
+      {10, 5, at::kFloat, at::kBFloat16},
+      {3, 2, at::kDouble, at::kDouble},
+      {0, 0, at::kFloat, at::kFloat},
+      {7, 4, at::kFloat, at::kBFloat16}};
+  const Payload stored(pieces, PieceDtype::kStored);
+  EXPECT_EQ(stored.offset(1), 0); // the widest first
+  EXPECT_EQ(stored.offset(0), 16);
+  EXPECT_EQ(stored.offset(3), 16 + 5 * 4); // adjacent
+  EXPECT_EQ(stored.bytes(), 64);
+  EXPECT_EQ(stored.order(), (std::vector<size_t>{1, 0, 3}));
+  const Payload gathered(pieces, PieceDtype::kGathered);
+  EXPECT_EQ(gathered.slice_bytes(0), 10);
+  EXPECT_EQ(gathered.offset(3), 16 + 10);
+  EXPECT_EQ(gathered.bytes(), 48);
+}
+
+TEST(Payload, WholePiecesStartOnCacheLines) {
+  const WholePieces wholes({{10, 5, at::kFloat, at::kBFloat16}, {3, 2, at::kDouble, at::kDouble}}, 2);
+  EXPECT_EQ(wholes.offset(1), 64);
+  EXPECT_EQ(wholes.bytes(), 128);
+}
+
+TEST(RankMajor, RowsHoldTheRanksSlicesAndZerosBetween) {
+  const ReduceScatter args{
+      .wholes = {at::arange(1, 6, at::kFloat), at::arange(10, 13, at::kFloat)}, .chunks = {2, 2}, .slices = {}};
+  const RankMajor layout(args, 3);
+  EXPECT_EQ(layout.row(), 4);
+  const at::Tensor matrix = at::full({12}, -1.0f);
+  layout.pack(args, matrix);
+  const at::Tensor expected = at::tensor({1, 2, 10, 11, 3, 4, 12, 0, 5, 0, 0, 0}, at::kFloat);
+  EXPECT_TRUE(matrix.equal(expected)) << matrix;
+}
+
+TEST(RankMajor, ATensorThatLiesRightIsNotCopied) {
+  const at::Tensor whole = at::ones({4, 4});
+  const ReduceScatter fits{.wholes = {whole}, .chunks = {4}, .slices = {}};
+  EXPECT_EQ(RankMajor(fits, 4).as_it_is(fits).data_ptr(), whole.data_ptr());
+  const ReduceScatter uneven{.wholes = {at::ones({15})}, .chunks = {4}, .slices = {}};
+  EXPECT_FALSE(RankMajor(uneven, 4).as_it_is(uneven).defined());
+}
+
+TEST(BufferPool, GivesABufferOfFittingSizeAgain) {
+  BufferPool pool;
+  const at::Tensor first = pool.take(1000, c10::kCPU);
+  const void* memory = first.data_ptr();
+  pool.give_back(first);
+  EXPECT_EQ(pool.take(900, c10::kCPU).data_ptr(), memory);
+}
+
+TEST(BufferPool, IdleMemoryMakesWayForABiggerBuffer) {
+  BufferPool pool;
+  at::Tensor small = pool.take(1000, c10::kCPU);
+  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(small.getIntrusivePtr());
+  pool.give_back(std::move(small));
+  EXPECT_FALSE(watched.expired());
+  pool.take(5000, c10::kCPU);
+  EXPECT_TRUE(watched.expired());
+}
+
+TEST(Division, OnlyFp16DividesBeforeTheSum) {
+  EXPECT_EQ(Division(64, at::kFloat, /*sum_may_overflow=*/true).before, 1);
+  EXPECT_EQ(Division(64, at::kBFloat16, /*sum_may_overflow=*/true).before, 1);
+  const Division half(64, at::kHalf, /*sum_may_overflow=*/true);
+  EXPECT_EQ(half.before, 8);
+  EXPECT_EQ(half.after, 8);
+  const Division odd(6, at::kHalf, /*sum_may_overflow=*/true);
+  EXPECT_EQ(odd.before * odd.after, 6);
+  EXPECT_EQ(Division(64, at::kHalf, /*sum_may_overflow=*/false).after, 64);
+}
+
+TEST(Division, DividesTruly) {
+  const at::Tensor tensor = at::tensor({1.0f, 10.0f});
+  const at::Tensor expected = tensor / 3;
+  divide_({tensor}, 3);
+  EXPECT_TRUE(tensor.equal(expected));
+  const at::Tensor integers = at::tensor({7, -7}, at::kLong);
+  divide_(integers, 2);
+  EXPECT_TRUE(integers.equal(at::tensor({3, -3}, at::kLong)));
+}
+
+TEST(OrderCheck, NamesBothSides) {
+  const auto record = [](const char* operation, const std::string& unit) {
+    return OrderRecord{4, "all-gather", {operation, unit}, 100}.to_tensor(c10::kCPU);
+  };
+  EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), record("unshard", "a")}), 0, 2), "");
+  const std::string text = find_mismatch(at::cat({record("unshard", "a"), record("reduce", "b")}), 1, 2);
+  EXPECT_TRUE(contains(text, "rank 1 calls reduce of 'b'"));
+  EXPECT_TRUE(contains(text, "rank 0 calls unshard of 'a'"));
+}
+
+TEST(OrderCheck, LongNamesKeepTheirEnds) {
+  const auto record = [](char last) {
+    return OrderRecord{0, "all-gather", {"unshard", std::string(500, 'x') + last}, 1}.to_tensor(c10::kCPU);
+  };
+  EXPECT_NE(find_mismatch(at::cat({record('a'), record('b')}), 0, 2), "");
+}
+
+} // namespace
+} // namespace fsdp::testing

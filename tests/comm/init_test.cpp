@@ -1,0 +1,227 @@
+#include <fsdp/init.h>
+
+#include <chrono>
+
+#include <ATen/ATen.h>
+#include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "comm/c10d/gloo.h"
+#include "support/error_message.h"
+#include "support/file_exchange.h"
+#include "support/ranks.h"
+#include "support/scoped_environment.h"
+
+namespace fsdp::testing {
+namespace {
+
+using std::chrono::seconds;
+
+float sum_over_ranks(float mine) {
+  at::Tensor tensor = at::full({1}, mine);
+  world()->all_reduce(tensor, ReduceOp::kSum, 1, {"test", ""})->wait();
+  return tensor.item<float>();
+}
+
+void expect_world_of(int size, const std::string& backend) {
+  EXPECT_TRUE(is_initialized());
+  EXPECT_EQ(world_size(), size);
+  EXPECT_EQ(world()->size(), size);
+  EXPECT_EQ(world()->name(), backend);
+  EXPECT_EQ(device(), c10::Device(c10::kCPU));
+  EXPECT_EQ(sum_over_ranks(static_cast<float>(rank() + 1)), static_cast<float>(size * (size + 1) / 2));
+  barrier();
+}
+
+// Each test runs in processes of its own: init is once per process.
+TEST(Init, AloneIsAWorldOfOne) {
+  on_processes(1, [] {
+    const ScopedEnvironment environment({});
+    init();
+    EXPECT_EQ(rank(), 0);
+    EXPECT_EQ(local_rank(), 0);
+    expect_world_of(1, group_of_one()->name());
+  });
+}
+
+TEST(Init, RanksOfOneHostShareMemory) {
+  for (const int size : {2, 3}) {
+    on_processes(size, [&] {
+      init();
+      EXPECT_EQ(rank(), process_rank());
+      EXPECT_EQ(local_rank(), process_rank());
+      expect_world_of(size, "shm");
+      shutdown();
+    });
+  }
+}
+
+TEST(Init, GlooByName) {
+  for (const int size : {2, 3, 4}) {
+    on_processes(size, [&] {
+      if (!gloo_available()) {
+        EXPECT_TRUE(
+            contains(error_message([] { init({.backend = "gloo"}); }), "apt-get install libgloo-dev and rebuild"));
+        return;
+      }
+      init({.backend = "gloo"});
+      expect_world_of(size, "gloo");
+      const auto part = world()->split(rank() % 2, {"test", ""});
+      EXPECT_EQ(part->size(), (size + 1 - rank() % 2) / 2);
+      barrier();
+    });
+  }
+}
+
+TEST(Init, NcclNeedsCuda) {
+  on_processes(1, [] {
+    const ScopedEnvironment environment({});
+    const std::string message = error_message([] { init({.backend = "nccl", .device = "cpu"}); });
+    EXPECT_TRUE(contains(message, "got 'nccl'"));
+    EXPECT_TRUE(contains(message, "'shm' and 'gloo' are for the CPU"));
+    EXPECT_FALSE(is_initialized());
+  });
+}
+
+TEST(Init, UnknownNamesAreErrorsThatListTheChoices) {
+  on_processes(1, [] {
+    const ScopedEnvironment environment({});
+    EXPECT_TRUE(contains(error_message([] { init({.backend = "carrier pigeon"}); }), "'shm', 'gloo', 'nccl'"));
+    EXPECT_TRUE(contains(error_message([] { init({.device = "abacus"}); }), "(cpu"));
+    EXPECT_TRUE(contains(error_message([] { init({.device = "meta"}); }), "(cpu"));
+    EXPECT_FALSE(is_initialized());
+  });
+}
+
+TEST(Init, BeforeItEverythingSaysCallInit) {
+  on_processes(1, [] {
+    for (const std::string& message :
+         {error_message([] { rank(); }),
+          error_message([] { world_size(); }),
+          error_message([] { local_rank(); }),
+          error_message([] { device(); }),
+          error_message([] { world(); }),
+          error_message([] { barrier(); })}) {
+      EXPECT_TRUE(contains(message, "call fsdp::init() first"));
+    }
+    EXPECT_FALSE(is_initialized());
+    shutdown(); // nothing to leave
+  });
+}
+
+TEST(Init, ASecondCallDoesNothing) {
+  on_processes(2, [] {
+    init();
+    const Group* first = world().get();
+    init();
+    init({.backend = "gloo"}); // warns
+    EXPECT_EQ(world().get(), first);
+    barrier();
+  });
+}
+
+TEST(Init, JoinsAgainAfterShutdown) {
+  on_processes(2, [] {
+    for (int round = 0; round < 3; ++round) {
+      init();
+      expect_world_of(2, "shm");
+      shutdown();
+      EXPECT_FALSE(is_initialized());
+    }
+  });
+}
+
+TEST(Init, DifferentOptionsOnTheRanksAreAnError) {
+  on_processes(2, [] {
+    const std::string backend = process_rank() == 0 ? "gloo" : "shm";
+    EXPECT_TRUE(contains(error_message([&] { init({.backend = backend}); }), "same InitOptions"));
+  });
+}
+
+TEST(Init, AMissingRankIsNamed) {
+  on_processes(3, [] {
+    if (process_rank() == 2) {
+      return;
+    }
+    FileExchange(process_folder(), process_rank(), 2)(""); // start together
+    const std::string message = error_message([] { init({.timeout = std::chrono::milliseconds(3000)}); });
+    if (process_rank() == 0) {
+      EXPECT_TRUE(contains(message, "rank 2 has not arrived after 3 s"));
+    }
+  });
+}
+
+TEST(Init, TheTimeoutComesFromTheEnvironment) {
+  on_processes(2, [] {
+    if (process_rank() == 1) {
+      return;
+    }
+    setenv("FSDP_TIMEOUT", "1.2", /*overwrite=*/1);
+    EXPECT_TRUE(contains(error_message([] { init(); }), "after 1.2 s"));
+  });
+}
+
+TEST(Init, WorksUnderMpirunsVariables) {
+  on_processes(2, [] {
+    const std::string rank_text = std::to_string(process_rank());
+    const ScopedEnvironment environment(
+        {{"OMPI_COMM_WORLD_RANK", rank_text},
+         {"OMPI_COMM_WORLD_SIZE", "2"},
+         {"OMPI_COMM_WORLD_LOCAL_RANK", rank_text},
+         {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+         {"PMIX_NAMESPACE", process_folder().string()}});
+    init();
+    expect_world_of(2, "shm");
+    EXPECT_EQ(local_rank(), process_rank());
+    shutdown();
+  });
+}
+
+TEST(Init, FindsTheLocalRankWhereTheLauncherDoesNotTell) {
+  on_processes(3, [] {
+    unsetenv("LOCAL_RANK");
+    init();
+    EXPECT_EQ(local_rank(), process_rank());
+    barrier();
+  });
+}
+
+// The launcher's agent serves the store: here rank 0's process does, apart from what init makes.
+TEST(Init, UsesTheAgentsStore) {
+  on_processes(2, [] {
+    c10::intrusive_ptr<c10d::TCPStore> agent;
+    if (process_rank() == 0) {
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
+      options.isServer = true;
+      options.waitWorkers = false;
+      agent = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+    }
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", /*overwrite=*/1);
+    setenv("TORCHELASTIC_RESTART_COUNT", "1", /*overwrite=*/1);
+    init();
+    expect_world_of(2, "shm");
+    shutdown();
+    if (agent) {
+      agent->wait({"done"}, seconds(20));
+    } else {
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
+      options.waitWorkers = false;
+      c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options)->set("done", "1");
+    }
+  });
+}
+
+TEST(Init, ThreadRanksHaveTheirOwnWorld) {
+  on_threads(3, [] {
+    EXPECT_TRUE(is_initialized());
+    init(); // nothing
+    EXPECT_EQ(world_size(), 3);
+    EXPECT_EQ(sum_over_ranks(static_cast<float>(rank())), 3);
+  });
+  EXPECT_FALSE(is_initialized());
+}
+
+} // namespace
+} // namespace fsdp::testing

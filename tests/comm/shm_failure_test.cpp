@@ -1,0 +1,205 @@
+#include <csignal>
+#include <functional>
+#include <stdexcept>
+
+#include "comm/group_checks.h"
+#include "comm/shm_backends.h"
+
+namespace fsdp::testing {
+namespace {
+
+constexpr int kVictim = 1;
+const Label kOperation{"reduce gradients", "blocks.3"};
+using Prelude = std::function<void()>; // what the victim does instead of taking part
+
+// The ways in which a rank waits for others. `before` is called once everything is set up.
+struct Wait {
+  std::string name;
+  std::function<void(Group& group, const Prelude& before)> run;
+};
+
+std::vector<Piece> one_piece(int ranks) {
+  return {piece(1000, even_chunk(1000, ranks), at::kFloat)};
+}
+
+void begin_write(Group& group, const Prelude& before) {
+  const auto home = group.make_home(one_piece(group.size()), {}, kTest);
+  fill_slices(group, *home, one_piece(group.size()), 1);
+  home->gather(kTest)->wait();
+  group.barrier(kTest);
+  before();
+  home->begin_write(kOperation);
+}
+
+void gather(Group& group, const Prelude& before) {
+  const auto home = group.make_home(one_piece(group.size()), {}, kTest);
+  before();
+  home->gather(kOperation)->wait();
+}
+
+void gather_converted(Group& group, const Prelude& before) {
+  const auto home = group.make_home({piece(1000, even_chunk(1000, group.size()), at::kFloat, at::kHalf)}, {}, kTest);
+  before();
+  home->gather(kOperation)->wait();
+}
+
+const Wait kWaits[] = {
+    {"Barrier", [](Group& group, const Prelude& before) { before(); group.barrier(kOperation); }},
+    {"ReduceScatter", [](Group& group, const Prelude& before) {
+       before();
+       start_reduce(group, {.numels = {300'000}}, kOperation).work->wait();
+     }},
+    {"AllReduce", [](Group& group, const Prelude& before) {
+       before();
+       group.all_reduce(at::zeros({100'000}), ReduceOp::kSum, 1, kOperation)->wait();
+     }},
+    {"Broadcast", [](Group& group, const Prelude& before) {
+       before();
+       group.broadcast(at::zeros({100'000}), kVictim, kOperation);
+     }},
+    {"MakeHome", [](Group& group, const Prelude& before) {
+       before();
+       group.make_home(one_piece(group.size()), {}, kOperation);
+     }},
+    {"Split", [](Group& group, const Prelude& before) { before(); group.split(0, kOperation); }},
+    {"BeginWrite", &begin_write},
+    {"Gather", &gather},
+    {"GatherConverted", &gather_converted},
+};
+
+// Calls `wait` where the victim does not come; returns what the others are told.
+std::string message_without_victim(Group& group, const Wait& wait, const Prelude& victim) {
+  const auto nothing = [] {};
+  const auto start = std::chrono::steady_clock::now();
+  const std::string message =
+      comm_error([&] { wait.run(group, group.rank() == kVictim ? victim : Prelude(nothing)); });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
+  EXPECT_TRUE(mentions(message, "reduce gradients"));
+  EXPECT_TRUE(mentions(message, "'blocks.3'"));
+  EXPECT_TRUE(mentions(message, "rank 1"));
+  return message;
+}
+
+class ShmFailure : public ::testing::TestWithParam<Wait> {};
+
+TEST_P(ShmFailure, DeadProcessIsNoticed) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    const std::string message = message_without_victim(*group, GetParam(), [] { std::raise(SIGKILL); });
+    EXPECT_TRUE(mentions(message, "rank 1 has died"));
+    comm_error([&] { group->barrier(kTest); }); // ever after
+  };
+  on_processes(3, body, {.lost = {kVictim}});
+}
+
+TEST_P(ShmFailure, StoppedProcessIsNoticed) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder(), std::chrono::milliseconds(1500));
+    const std::string message = message_without_victim(*group, GetParam(), [] { std::raise(SIGSTOP); });
+    EXPECT_TRUE(mentions(message, "gave no sign for 1.5 s"));
+  };
+  on_processes(3, body, {.lost = {kVictim}});
+}
+
+TEST_P(ShmFailure, ExceptionOfAThreadStopsTheOthers) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    if (group->rank() == kVictim) {
+      GetParam().run(*group, [] { throw std::runtime_error("the disk is full"); });
+      return;
+    }
+    EXPECT_TRUE(mentions(message_without_victim(*group, GetParam(), [] {}), "the disk is full"));
+  };
+  try {
+    on_threads(3, body);
+    FAIL() << "expected the exception of the rank that threw it";
+  } catch (const std::runtime_error& error) {
+    EXPECT_STREQ(error.what(), "the disk is full");
+  }
+}
+
+TEST_P(ShmFailure, LeavingEarlyIsNoticed) {
+  struct Left {};
+  const auto body = [] {
+    const auto group = current_world()->group;
+    if (group->rank() == kVictim) {
+      try {
+        GetParam().run(*group, [] { throw Left(); });
+      } catch (const Left&) {
+      }
+      return;
+    }
+    EXPECT_TRUE(mentions(message_without_victim(*group, GetParam(), [] {}), "rank 1 has left the group"));
+  };
+  on_threads(3, body);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Waits,
+    ShmFailure,
+    ::testing::ValuesIn(kWaits),
+    [](const ::testing::TestParamInfo<Wait>& info) { return info.param.name; });
+
+TEST(ShmFailures, LastOperationOfTheDeadIsNamed) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    group->barrier({"unshard", "blocks.2"});
+    if (group->rank() == 1) {
+      std::raise(SIGKILL);
+    }
+    const std::string message = comm_error([&] { group->barrier(kOperation); });
+    EXPECT_EQ(
+        message,
+        "[reduce gradients] rank 0 waited for rank 1 in unit 'blocks.3': rank 1 has died (its last operation: unshard of "
+        "'blocks.2')");
+  };
+  on_processes(2, body, {.lost = {1}});
+}
+
+// Rank 0 waits for rank 1, which waits for rank 2.
+TEST(ShmFailures, TheSilentRankAtTheEndOfTheChainIsBlamed) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder(), std::chrono::milliseconds(1500));
+    if (group->rank() == 2) {
+      std::raise(SIGSTOP);
+    }
+    const std::string message = comm_error([&] { group->barrier(kOperation); });
+    EXPECT_TRUE(mentions(message, "rank 2 gave no sign"));
+  };
+  on_processes(3, body, {.lost = {2}});
+}
+
+TEST(ShmFailures, FailureOfASplitGroupReachesItsParent) {
+  const auto body = [] {
+    const auto world = current_world()->group;
+    const std::string message = comm_error([&] { // as soon as in `split`, for a slow rank
+      const auto part = world->split(world->rank() / 2, kTest);
+      if (world->rank() == 0) {
+        part->abort("rank 0 is out of memory");
+      }
+      world->barrier(kTest);
+    });
+    EXPECT_TRUE(mentions(message, "rank 0 is out of memory"));
+  };
+  on_threads(4, body);
+}
+
+TEST(ShmFailures, GatheringsInAnotherOrderAreToldApart) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    const std::vector<Piece> pieces{piece(1000, even_chunk(1000, group->size()), at::kFloat, at::kHalf)};
+    const auto first = group->make_home(pieces, {}, kTest);
+    const auto second = group->make_home(pieces, {}, kTest);
+    const bool odd = group->rank() == 1;
+    const std::string message = comm_error([&] {
+      const auto gathered = (odd ? second : first)->gather({"unshard", odd ? "head" : "wte"});
+      gathered->wait();
+    });
+    EXPECT_TRUE(mentions(message, "unshard of 'wte'"));
+    EXPECT_TRUE(mentions(message, "unshard of 'head'"));
+  };
+  on_threads(2, body);
+}
+
+} // namespace
+} // namespace fsdp::testing

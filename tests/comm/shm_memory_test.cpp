@@ -1,0 +1,207 @@
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+
+#include "comm/group_checks.h"
+#include "comm/shm_backends.h"
+
+namespace fsdp::testing {
+namespace {
+
+constexpr double kMebibyte = 1 << 20;
+
+// This process's share of memory: pages that several map are divided among them.
+double proportional_mebibytes() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  std::string line;
+  while (std::getline(file, line)) {
+    if (line.rfind("Pss:", 0) == 0) {
+      return std::stod(line.substr(4)) * 1024 / kMebibyte;
+    }
+  }
+  ADD_FAILURE() << "no Pss in smaps_rollup";
+  return 0;
+}
+
+// Of all ranks. Nobody goes on before all have looked.
+double sum_of_ranks(Group& group, double mine) {
+  at::Tensor sum = at::full({1}, mine, at::kDouble);
+  group.all_reduce(sum, ReduceOp::kSum, 1, kTest)->wait();
+  return sum.item<double>();
+}
+
+double memory_of_ranks(Group& group) {
+  group.barrier(kTest);
+  return sum_of_ranks(group, proportional_mebibytes());
+}
+
+int mappings_of(const std::string& name) {
+  std::ifstream file("/proc/self/maps");
+  std::string line;
+  int count = 0;
+  while (std::getline(file, line)) {
+    count += line.find("memfd:" + name) != std::string::npos;
+  }
+  return count;
+}
+
+int open_segments() {
+  int count = 0;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const auto target = std::filesystem::read_symlink(entry, gone).string();
+    count += target.find("memfd:fsdp") != std::string::npos && target.find("fsdp-arena") == std::string::npos;
+  }
+  return count;
+}
+
+std::vector<Piece> pieces_of(int64_t mebibytes, int ranks, c10::ScalarType gathered = at::kFloat) {
+  const int64_t numel = mebibytes << 18;
+  return {piece(numel, even_chunk(numel, ranks), at::kFloat, gathered)};
+}
+
+TEST(ShmMemory, AModelIsInMemoryOnceAndGoesAway) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    const double start = memory_of_ranks(*group);
+    std::vector<std::shared_ptr<Home>> homes;
+    for (int i = 0; i < 4; ++i) {
+      homes.push_back(group->make_home(pieces_of(16, group->size()), {}, kTest));
+      const int64_t length = pieces_of(16, group->size())[0].length(group->rank());
+      view_of(homes.back()->slice(0), length, at::kFloat).fill_(1);
+    }
+    for (const auto& home : homes) {
+      const auto gathered = home->gather(kTest);
+      gathered->wait();
+      EXPECT_EQ(gathered->bytes(), 0);
+      EXPECT_EQ(view_of(gathered->piece(0), 16 << 18, at::kFloat).sum().item<float>(), static_cast<float>(16 << 18));
+    }
+    const double with_model = memory_of_ranks(*group);
+    EXPECT_GT(with_model - start, 60);
+    EXPECT_LT(with_model - start, 80) << "64 MiB of parameters";
+    homes.clear();
+    EXPECT_LT(memory_of_ranks(*group) - start, 12);
+  };
+  on_processes(2, body);
+}
+
+TEST(ShmMemory, ConvertedUnitsShareOneUnitsMemory) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    std::vector<std::shared_ptr<Home>> homes;
+    const auto pieces = pieces_of(16, group->size(), at::kBFloat16);
+    for (int i = 0; i < 6; ++i) {
+      homes.push_back(group->make_home(pieces, {}, kTest));
+      view_of(homes.back()->slice(0), pieces[0].length(group->rank()), at::kFloat).fill_(1);
+    }
+    const double before = memory_of_ranks(*group);
+    for (const auto& home : homes) {
+      const auto gathered = home->gather(kTest);
+      gathered->wait();
+      EXPECT_EQ(gathered->bytes(), (int64_t{8} << 20) / group->size());
+    }
+    const double after = memory_of_ranks(*group);
+    EXPECT_GT(after - before, 6);
+    EXPECT_LT(after - before, 14) << "8 MiB at a time";
+    homes.clear();
+    EXPECT_LT(memory_of_ranks(*group) - before, -80) << "parameters and gathered ones are gone";
+  };
+  on_processes(2, body);
+}
+
+TEST(ShmMemory, GradientsAreNotCopied) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    const auto home = group->make_home(pieces_of(1, group->size()), {}, kTest);
+    home->gather(kTest)->wait(); // freed memory is kept from now on
+    const int64_t numel = int64_t{32} << 18;
+    const int64_t chunk = even_chunk(numel, group->size());
+    const at::Tensor slice = at::zeros({chunk});
+    const auto step = [&] {
+      group->reduce_scatter({{at::ones({numel})}, {chunk}, {slice}, 1}, kTest)->wait();
+      group->barrier(kTest);
+    };
+    step();
+    const double before = memory_of_ranks(*group);
+    for (int i = 0; i < 10; ++i) {
+      step();
+    }
+    EXPECT_LT(memory_of_ranks(*group) - before, 2) << "the same memory every step";
+    EXPECT_TRUE(slice.eq(static_cast<float>(group->size())).all().item<bool>());
+  };
+  on_processes(2, body);
+}
+
+TEST(ShmMemory, NothingIsLeftOfAGroup) {
+  const auto body = [] {
+    for (int round = 0; round < 3; ++round) {
+      auto group = join_processes(process_folder() / std::to_string(round));
+      auto part = group->split(0, kTest);
+      const auto pieces = with_casts(group->size());
+      {
+        const auto home = part->make_home(pieces, {}, kTest);
+        fill_slices(*part, *home, pieces, 1);
+        home->gather(kTest)->wait();
+        EXPECT_GT(mappings_of("fsdp-home"), 0);
+        EXPECT_GT(mappings_of("fsdp-gathered"), 0);
+        EXPECT_GT(mappings_of("fsdp-group"), 0);
+        EXPECT_EQ(open_segments(), 0) << "nobody can join any more";
+      }
+      EXPECT_EQ(mappings_of("fsdp-home"), 0);
+      EXPECT_EQ(mappings_of("fsdp-gathered"), 0);
+      part.reset();
+      group.reset();
+      EXPECT_EQ(mappings_of("fsdp-group"), 0);
+      EXPECT_EQ(mappings_of("fsdp-arena"), 1) << "this process's own";
+    }
+  };
+  const auto with_folders = [&] {
+    for (int round = 0; round < 3; ++round) {
+      std::filesystem::create_directories(process_folder() / std::to_string(round));
+    }
+    body();
+  };
+  on_processes(2, with_folders);
+}
+
+// What the design promises of a gather that moves no bytes: it is no collective.
+TEST(ShmMemory, ARankMayReadAlone) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    const auto pieces = all_sorts(group->size());
+    const auto home = group->make_home(pieces, {}, kTest);
+    const auto other = group->make_home(pieces, {}, kTest);
+    fill_slices(*group, *home, pieces, 1);
+    const auto read_alone = [&](int64_t seed) {
+      if (group->rank() == 0) {
+        for (int i = 0; i < 3; ++i) {
+          const auto gathered = home->gather(kTest);
+          gathered->wait();
+          expect_pieces(*gathered, pieces, seed);
+        }
+      }
+    };
+    read_alone(1); // fresh: the others' barrier shows their writes
+    group->barrier(kTest);
+    home->gather(kTest)->wait();
+    read_alone(1);
+    fill_slices(*group, *home, pieces, 2);
+    read_alone(2); // after writes
+    group->barrier(kTest);
+    fill_slices(*group, *other, pieces, 3);
+    for (int64_t seed = 4; seed < 20; ++seed) { // and the turns go on
+      fill_slices(*group, *home, pieces, seed);
+      const auto gathered = home->gather(kTest);
+      gathered->wait();
+      expect_pieces(*gathered, pieces, seed);
+    }
+    const auto gathered = other->gather(kTest);
+    gathered->wait();
+    expect_pieces(*gathered, pieces, 3);
+    group->barrier(kTest);
+  };
+  on_threads(3, body);
+}
+
+} // namespace
+} // namespace fsdp::testing

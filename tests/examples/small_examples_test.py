@@ -1,0 +1,72 @@
+"""The numbered examples, run as their first lines say."""
+
+import re
+import socket
+import subprocess
+import unittest
+
+import support
+
+
+def losses(output):
+    return [float(number) for number in re.findall(r"loss ([0-9.e+-]+)", output)]
+
+
+class SmallExamples(unittest.TestCase):
+    def train(self, program, ranks, **environment):
+        result = support.run(program, ranks=ranks, **environment)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assert_learned(result.stdout)
+        return result.stdout
+
+    def assert_learned(self, output):
+        self.assertGreater(len(losses(output)), 3)
+        self.assertLess(losses(output)[-1], 0.7 * losses(output)[0])
+
+    def test_fully_shard(self):
+        for ranks in (1, 2, 3):
+            output = self.train("01_fully_shard", ranks)
+            self.assertEqual(len(re.findall(r"rank \d keeps .* of 0.weight \[256, 64\]", output)), ranks)
+
+    def test_mixed_precision_and_offload(self):
+        output = self.train("02_mixed_precision_and_offload", 2)
+        self.assertIn("bfloat16", output)
+        self.assertIn("computed in c10::BFloat16", output)
+
+    def test_hybrid_mesh(self):
+        output = self.train("03_hybrid_mesh", 4)
+        sums = re.findall(r"replica (\d), shard (\d): .* shard (\S+)", output)
+        by_shard = {shard: {value for _, s, value in sums if s == shard} for _, shard, _ in sums}
+        self.assertEqual(len(sums), 4)
+        self.assertEqual([len(values) for values in by_shard.values()], [1, 1])
+
+    def test_hybrid_mesh_says_how_many_ranks_it_needs(self):
+        result = support.run("03_hybrid_mesh", ranks=1)
+        self.assertEqual(result.returncode, 1)
+        self.assertIn("even number of ranks", result.stderr)
+
+    def test_multi_host(self):
+        """Two hosts with two ranks each, as two launchers would start them."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        ranks = [self.start_rank(rank, port) for rank in range(4)]
+        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        self.assertEqual([rank.returncode for rank in ranks], [0] * 4, outputs)
+        self.assert_learned(outputs[0][0])
+        for rank, (output, _) in enumerate(outputs):
+            self.assertIn(f"rank {rank} of 4, number {rank % 2} on its host, talks over gloo", output)
+
+    def start_rank(self, rank, port):
+        environment = support.environment(
+            RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+        process = subprocess.Popen(
+            support.command("04_multi_host"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        self.addCleanup(process.kill)
+        return process
+
+
+if __name__ == "__main__":
+    support.run_tests()

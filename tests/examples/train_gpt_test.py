@@ -1,0 +1,178 @@
+"""examples/train_gpt as its users run it, with a model that takes moments."""
+
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import tempfile
+import unittest
+
+import support
+
+SMALL = ["--width", 32, "--layers", 2, "--heads", 2, "--seq", 32, "--batch", 2, "--sample", 20]
+STEPS = 6
+
+
+class Run:
+    """One run's folder and what it left there."""
+
+    def __init__(self, case, *options, ranks=1):
+        folder = tempfile.TemporaryDirectory()
+        case.addCleanup(folder.cleanup)
+        self.out = pathlib.Path(folder.name)
+        self.options = [*SMALL, "--out", self.out, *options]
+        self.ranks = ranks
+
+    def finish(self):
+        return support.run("train_gpt", *self.options, ranks=self.ranks)
+
+    def metrics(self):
+        return [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self):
+        return [line["loss"] for line in self.metrics() if line["event"] == "step"]
+
+    def report(self):
+        return (self.out / "report.html").read_text()
+
+
+class TrainGpt(unittest.TestCase):
+    def finish(self, *options, ranks=1):
+        run = Run(self, *options, ranks=ranks)
+        result = run.finish()
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertEqual(result.stderr, "")
+        return run
+
+    def assert_same_numbers(self, first, second):
+        self.assertEqual(len(first.losses()), STEPS)
+        self.assertEqual([f"{loss:.5f}" for loss in first.losses()], [f"{loss:.5f}" for loss in second.losses()])
+        for line in (0, -1):
+            self.assertAlmostEqual(
+                first.metrics()[line]["held_back_loss"], second.metrics()[line]["held_back_loss"], places=5
+            )
+
+    def compare_with_single(self, ranks, *sharding, common=()):
+        """The sharded run and the plain one, of the same batches."""
+        sharded = self.finish("--steps", STEPS, *common, *sharding, ranks=ranks)
+        single = self.finish("--steps", STEPS, *common, "--single", "--ranks", ranks)
+        self.assert_same_numbers(sharded, single)
+        self.assertEqual(single.metrics()[0]["units"], [])
+        self.assertEqual(len(sharded.metrics()[0]["units"]), 3)  # two blocks and the root
+
+    def test_one_rank_trains_as_plain_libtorch(self):
+        self.compare_with_single(1)
+
+    def test_two_ranks_train_as_plain_libtorch(self):
+        self.compare_with_single(2)
+
+    def test_three_ranks_train_as_plain_libtorch_though_nothing_divides_evenly(self):
+        self.compare_with_single(3)
+
+    def test_gradients_accumulate_as_in_plain_libtorch(self):
+        self.compare_with_single(2, common=["--accumulate", 3])
+
+    def test_hybrid_mesh_changes_no_numbers(self):
+        self.compare_with_single(4, "--mesh", "2x2")
+
+    def test_when_to_reshard_changes_no_numbers(self):
+        self.compare_with_single(2, "--reshard-after-forward", "false")
+
+    def test_checkpointed_activations_change_no_numbers(self):
+        self.compare_with_single(2, "--checkpoint-activations")
+
+    def test_offload_changes_no_numbers(self):
+        self.compare_with_single(2, "--offload")
+
+    def test_gloo_changes_no_numbers(self):
+        self.compare_with_single(2, "--backend", "gloo")
+
+    def test_the_loss_falls(self):
+        losses = self.finish("--steps", 60, "--warmup", 5, "--lr", "1e-2", ranks=2).losses()
+        self.assertAlmostEqual(losses[0], 5.545, delta=0.1)  # of a model that knows nothing: the logarithm of 256
+        self.assertLess(losses[-1], 3.5)
+
+    def test_bfloat16_is_another_computation_that_learns_as_much(self):
+        options = ["--steps", 40, "--warmup", 5, "--lr", "1e-2"]
+        low = self.finish(*options, "--param-dtype", "bfloat16", "--reduce-dtype", "float32", ranks=2)
+        full = self.finish(*options, ranks=2)
+        self.assertNotEqual(low.losses(), full.losses())
+        self.assertAlmostEqual(low.losses()[-1], full.losses()[-1], delta=0.1)
+        self.assertIn("bfloat16", low.metrics()[0]["units"][0]["dtype"])
+
+    def test_the_report_holds_the_run_and_asks_nothing_of_a_network(self):
+        run = self.finish("--steps", STEPS, ranks=2)
+        page = run.report()
+        history = json.loads(re.search(r'<script type="application/json" id="history">(.*?)</script>', page, re.S)[1])
+        self.assertEqual([step["loss"] for step in history["steps"]], run.losses())
+        self.assertEqual(len(history["sample"]), 20 + len("The "))
+        self.assertTrue(all(step["memory_bytes"] > 0 and step["tokens_per_second"] > 0 for step in history["steps"]))
+        self.assertNotRegex(page, r'(src|href)=|https?:|@import|fetch\(')
+
+    def test_ctrl_c_ends_the_run_with_a_report(self):
+        run = Run(self, "--steps", 100000, ranks=2)
+        process = subprocess.Popen(
+            support.command("train_gpt", *run.options, ranks=2),
+            env=support.environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        self.addCleanup(process.kill)
+        lines = iter(process.stdout.readline, "")
+        self.assertTrue(any(line.startswith("step") for line in lines))
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[0]
+        self.assertIn("of 100000 steps, as asked", rest)
+        self.assertTrue(run.metrics()[-1]["interrupted"])
+        self.assertIn("</html>", run.report())
+
+    def test_ranks_with_different_texts_are_told_so(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        for rank in range(2):
+            pathlib.Path(folder.name, f"{rank}.txt").write_text(f"text of rank {rank}. " * 1000)
+        options = " ".join(map(str, SMALL))
+        script = f"exec {support.BIN}/train_gpt {options} --out {folder.name} --data {folder.name}/$RANK.txt"
+        result = subprocess.run(
+            [support.LAUNCH, "--ranks", "2", "sh", "-c", script],
+            env=support.environment(), capture_output=True, text=True, timeout=60,
+        )
+        self.assertNotEqual(result.returncode, 0)
+        self.assertIn("expected the same text on all ranks, got another on rank 1", result.stderr)
+
+
+class Options(unittest.TestCase):
+    def assert_refused(self, expected, *options):
+        result = support.run("train_gpt", *options)
+        self.assertEqual(result.returncode, 1)
+        self.assertRegex(result.stderr, expected)
+
+    def test_help_lists_every_option(self):
+        result = support.run("train_gpt", "--help")
+        self.assertEqual(result.returncode, 0)
+        for name in ["data", "mesh", "reshard-after-forward", "checkpoint-activations", "single", "report"]:
+            self.assertIn(f"--{name}", result.stdout)
+
+    def test_an_unknown_option_is_an_error_with_a_suggestion(self):
+        self.assert_refused("got --step: did you mean --steps?", "--step", 3)
+        self.assert_refused("did you mean --accumulate?", "--acumulate=3")
+        self.assert_refused("got --frobnicate: --help lists them", "--frobnicate")
+
+    def test_a_bad_value_is_an_error_that_says_what_was_expected(self):
+        self.assert_refused("expected a number from 1 up for --steps, got 'many'", "--steps", "many")
+        self.assert_refused("expected replicas x shards for --mesh, as in 2x4, got '2by2'", "--mesh", "2by2")
+        self.assert_refused("expected true, false or a number of ranks", "--reshard-after-forward", "maybe")
+        self.assert_refused("expected one of bfloat16, float16, float32 for --param-dtype", "--param-dtype", "int4")
+        self.assert_refused("expected --steps N, got --steps", "--steps")
+        self.assert_refused("expected --offload without a value", "--offload=yes")
+        self.assert_refused("multiple of twice the heads", "--width", 30, "--heads", 4)
+
+    def test_options_that_contradict_each_other_are_refused(self):
+        self.assert_refused("expected --single beside --ranks", "--ranks", 2)
+        self.assert_refused("no --param-dtype", "--single", "--param-dtype", "bfloat16")
+
+    def test_a_missing_text_is_an_error_that_names_it(self):
+        self.assert_refused("got '/nowhere/text': choose another with --data", "--data", "/nowhere/text")
+
+
+if __name__ == "__main__":
+    support.run_tests()

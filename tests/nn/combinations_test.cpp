@@ -1,0 +1,89 @@
+// Every combination of the options, each beside the unsharded reference.
+
+#include <sstream>
+
+#include "nn/parity.h"
+#include "nn/subjects.h"
+
+namespace fsdp::testing {
+namespace {
+
+enum class Reshard { kTrue, kFalse, kTwo };
+
+struct Combination {
+  Reshard reshard;
+  bool bf16;
+  bool offload;
+  bool hybrid;
+  Accumulate accumulate;
+  bool checkpointed;
+  bool frozen;
+};
+
+std::string name_of(const ::testing::TestParamInfo<Combination>& info) {
+  const auto& c = info.param;
+  std::ostringstream name;
+  name << "Reshard" << std::array{"True", "False", "Two"}[static_cast<int>(c.reshard)] << (c.bf16 ? "_Bf16" : "_Fp32")
+       << (c.offload ? "_Offload" : "") << (c.hybrid ? "_Hybrid" : "")
+       << std::array{"", "_NoSync", "_NoAllReduce"}[static_cast<int>(c.accumulate)] << (c.checkpointed ? "_Checkpointed" : "")
+       << (c.frozen ? "_Frozen" : "");
+  return name.str();
+}
+
+std::vector<Combination> all_combinations() {
+  std::vector<Combination> all;
+  for (auto reshard : {Reshard::kTrue, Reshard::kFalse, Reshard::kTwo}) {
+    for (int bits = 0; bits < 32; ++bits) {
+      for (auto accumulate : {Accumulate::kNone, Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
+        all.push_back(
+            {reshard, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, accumulate, (bits & 8) != 0, (bits & 16) != 0});
+      }
+    }
+  }
+  return all;
+}
+
+Subject make_subject(const Combination& combination) {
+  Subject subject = subjects::tied(combination.checkpointed);
+  if (combination.frozen) {
+    for (auto& item : subject.module->named_parameters()) {
+      if (item.key().find("fc.") != std::string::npos) {
+        item.value().set_requires_grad(false);
+      }
+    }
+  }
+  return subject;
+}
+
+FullyShardOptions options_of(const Combination& combination) {
+  FullyShardOptions options;
+  if (combination.reshard == Reshard::kTwo) {
+    options.reshard_after_forward = 2;
+  } else {
+    options.reshard_after_forward = combination.reshard == Reshard::kTrue;
+  }
+  if (combination.bf16) {
+    options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  }
+  if (combination.offload) {
+    options.offload_policy = CPUOffloadPolicy{};
+  }
+  return options;
+}
+
+class Combinations : public ::testing::TestWithParam<Combination> {};
+
+TEST_P(Combinations, TrainAsUnsharded) {
+  const Combination& combination = GetParam();
+  Trial trial{.make = [&] { return make_subject(combination); }, .options = options_of(combination), .accumulate = combination.accumulate};
+  if (combination.hybrid) {
+    expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
+  } else {
+    expect_parity(trial, 2);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Combinations, ::testing::ValuesIn(all_combinations()), name_of);
+
+} // namespace
+} // namespace fsdp::testing

@@ -1,0 +1,256 @@
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <fsdp/fsdp.h>
+
+#include "support/ranks.h"
+
+/// Sharded training beside the unsharded training of the same model, which adds the ranks' gradients in rank order.
+namespace fsdp::testing {
+
+/// A model as the tests see it: what it is does not matter here.
+struct Subject {
+  std::shared_ptr<torch::nn::Module> module;
+  std::function<at::Tensor(int rank, int step)> loss;
+  /// The modules that become units of their own, besides the whole.
+  std::vector<std::shared_ptr<torch::nn::Module>> parts;
+};
+using MakeSubject = std::function<Subject()>;
+
+enum class Accumulate {
+  kNone, ///< one backward a step
+  kNoSync, ///< three, of which the last synchronizes
+  kNoAllReduce, ///< three, of which all reduce-scatter and the last all-reduces too
+};
+
+struct Trial {
+  MakeSubject make;
+  FullyShardOptions options = {};
+  Accumulate accumulate = Accumulate::kNone;
+  int steps = 3;
+  bool shard_parts = true;
+  /// Rounds a reference gradient or parameter as the tested precision would; only then are bounds needed.
+  double relative_bound = 0; ///< 0: bit for bit
+  double absolute_bound = 0;
+  /// Called with the sharded root before training.
+  std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
+  std::function<void(Subject&, FSDPModule&, int step)> before_step = nullptr;
+};
+
+/// What unsharded training gives: losses by step and rank, then gradients and parameters of the last step, by name.
+struct Reference {
+  std::vector<std::vector<float>> losses;
+  std::map<std::string, at::Tensor> gradients;
+  std::map<std::string, at::Tensor> parameters;
+};
+
+inline int backwards_of(Accumulate accumulate) {
+  return accumulate == Accumulate::kNone ? 1 : 3;
+}
+
+/// The ranks of one replica add first, then the replicas: the order of a hybrid mesh.
+struct Arrangement {
+  int shards;
+  int replicas = 1;
+  int ranks() const {
+    return shards * replicas;
+  }
+};
+
+inline at::Tensor plus(const at::Tensor& sum, const at::Tensor& next) {
+  return !next.defined() ? sum : (sum.defined() ? sum + next : next.clone());
+}
+
+/// The same weights every time: ranks that are threads share one random number generator.
+inline Subject make_seeded(const Trial& trial) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  torch::manual_seed(1);
+  return trial.make();
+}
+
+/// Gradients of one rank for the micro-batches [first, last) of a step, added up in the reduce dtype.
+inline std::vector<at::Tensor> rank_gradients(
+    const Trial& trial, Subject& subject, int rank, int first, int last, std::vector<float>& losses) {
+  auto parameters = subject.module->parameters();
+  std::vector<at::Tensor> gradients(parameters.size());
+  for (int micro = first; micro < last; ++micro) {
+    subject.module->zero_grad();
+    auto loss = subject.loss(rank, micro);
+    loss.backward();
+    losses.push_back(loss.item<float>());
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (const auto& gradient = parameters[i].grad(); gradient.defined()) {
+        gradients[i] = plus(gradients[i], gradient.to(trial.options.mp_policy.reduce_dtype.value_or(gradient.scalar_type())));
+      }
+    }
+  }
+  return gradients;
+}
+
+/// The sums over ranks in the order in which a hybrid mesh adds: the ranks of a replica, then the replicas.
+inline std::vector<at::Tensor> step_gradients(
+    const Trial& trial, Subject& subject, const Arrangement& arrangement, int step, std::vector<std::vector<float>>& losses) {
+  const int backwards = backwards_of(trial.accumulate);
+  // With reduce-scatters in between, each backward is added up over a replica's ranks before the next is added.
+  const int together = trial.accumulate == Accumulate::kNoSync ? backwards : 1;
+  const size_t count = subject.module->parameters().size();
+  std::vector<at::Tensor> total(count);
+  for (int replica = 0; replica < arrangement.replicas; ++replica) {
+    std::vector<at::Tensor> of_replica(count);
+    for (int first = 0; first < backwards; first += together) {
+      std::vector<at::Tensor> sum(count);
+      for (int shard = 0; shard < arrangement.shards; ++shard) {
+        const int rank = replica * arrangement.shards + shard;
+        const int begin = step * backwards + first;
+        const auto gradients = rank_gradients(trial, subject, rank, begin, begin + together, losses[rank]);
+        for (size_t i = 0; i < count; ++i) {
+          sum[i] = plus(sum[i], gradients[i]);
+        }
+      }
+      // A reduce-scatter's result is added to what was put off, or (without replicas) to the gradient that is there.
+      for (size_t i = 0; i < count; ++i) {
+        const bool divided = arrangement.replicas == 1 && sum[i].defined();
+        const auto result = divided ? sum[i] / arrangement.ranks() : sum[i];
+        of_replica[i] = plus(of_replica[i], result);
+      }
+    }
+    for (size_t i = 0; i < count; ++i) {
+      total[i] = plus(total[i], of_replica[i]);
+    }
+  }
+  for (auto& gradient : total) {
+    if (arrangement.replicas > 1 && gradient.defined()) {
+      gradient = gradient / arrangement.ranks();
+    }
+  }
+  return total;
+}
+
+inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangement) {
+  Subject subject = make_seeded(trial);
+  std::vector<at::Tensor> masters; // what the optimizer sees; the model computes with them, rounded to param_dtype
+  std::vector<std::string> names;
+  for (auto& item : subject.module->named_parameters()) {
+    names.push_back(item.key());
+    masters.push_back(item.value().detach().clone().set_requires_grad(item.value().requires_grad()));
+    if (trial.options.mp_policy.param_dtype) {
+      item.value().set_data(item.value().to(*trial.options.mp_policy.param_dtype));
+    }
+  }
+  torch::optim::AdamW optimizer(masters, torch::optim::AdamWOptions(1e-2));
+  Reference reference;
+  for (int step = 0; step < trial.steps; ++step) {
+    std::vector<std::vector<float>> losses(arrangement.ranks());
+    const auto gradients = step_gradients(trial, subject, arrangement, step, losses);
+    for (size_t i = 0; i < masters.size(); ++i) {
+      masters[i].mutable_grad() = gradients[i].defined() ? gradients[i].to(masters[i].scalar_type()) : at::Tensor();
+    }
+    optimizer.step();
+    c10::AutoGradMode no_grad(false);
+    auto parameters = subject.module->parameters();
+    for (size_t i = 0; i < masters.size(); ++i) {
+      parameters[i].copy_(masters[i]);
+    }
+    reference.losses.push_back({});
+    for (const auto& of_rank : losses) {
+      reference.losses.back().insert(reference.losses.back().end(), of_rank.begin(), of_rank.end());
+    }
+  }
+  for (size_t i = 0; i < masters.size(); ++i) {
+    reference.parameters[names[i]] = masters[i].detach();
+    reference.gradients[names[i]] = masters[i].grad();
+  }
+  return reference;
+}
+
+inline void expect_same(const at::Tensor& got, const at::Tensor& wanted, const Trial& trial, const std::string& what) {
+  ASSERT_EQ(got.defined(), wanted.defined()) << what;
+  if (!wanted.defined()) {
+    return;
+  }
+  ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
+  if (trial.relative_bound == 0) {
+    EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
+  } else {
+    EXPECT_TRUE(torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), trial.relative_bound, trial.absolute_bound))
+        << what << " differs by " << (got - wanted).abs().max().item<double>() << " where the largest value is "
+        << wanted.abs().max().item<double>();
+  }
+}
+
+/// The sharded run, on the calling rank, against the reference.
+inline void train_sharded(const Trial& trial, const Arrangement& arrangement, const Reference& reference) {
+  Subject subject = make_seeded(trial);
+  barrier(); // nobody draws random numbers before all have their weights
+  if (trial.shard_parts) {
+    for (auto& part : subject.parts) {
+      fully_shard(*part, trial.options);
+    }
+  }
+  auto root = fully_shard(*subject.module, trial.options);
+  if (trial.prepare) {
+    trial.prepare(subject, root);
+  }
+  torch::optim::AdamW optimizer(parameters(*subject.module), torch::optim::AdamWOptions(1e-2));
+  const int backwards = backwards_of(trial.accumulate);
+  for (int step = 0; step < trial.steps; ++step) {
+    if (trial.before_step) {
+      trial.before_step(subject, root, step);
+    }
+    optimizer.zero_grad();
+    for (int micro = 0; micro < backwards; ++micro) {
+      const bool last = micro + 1 == backwards;
+      if (trial.accumulate == Accumulate::kNoSync) {
+        root.set_requires_gradient_sync(last);
+      } else if (trial.accumulate == Accumulate::kNoAllReduce) {
+        root.set_requires_all_reduce(last);
+      }
+      auto loss = subject.loss(rank(), step * backwards + micro);
+      loss.backward();
+      const float wanted = reference.losses[step][rank() * backwards + micro];
+      if (trial.relative_bound == 0) {
+        ASSERT_EQ(loss.item<float>(), wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
+      } else {
+        ASSERT_NEAR(loss.item<float>(), wanted, std::abs(wanted) * trial.relative_bound + trial.absolute_bound);
+      }
+    }
+    optimizer.step();
+  }
+  std::map<std::string, at::Tensor> shards;
+  for (const auto& [name, shard] : named_parameters(*subject.module)) {
+    ASSERT_TRUE(is_sharded(shard)) << name;
+    const auto whole = sharded(shard);
+    expect_same(whole.full_grad(), reference.gradients.at(name), trial, "gradient of " + name);
+    expect_same(whole.full_tensor(), reference.parameters.at(name), trial, "parameter " + name);
+  }
+}
+
+inline void expect_parity(const Trial& trial, int ranks) {
+  SCOPED_TRACE(::testing::Message() << ranks << " ranks");
+  const Arrangement arrangement{ranks};
+  const auto reference = train_unsharded(trial, arrangement);
+  on_threads(ranks, [&] { train_sharded(trial, arrangement, reference); });
+}
+
+inline void expect_parity_hybrid(Trial trial, const Arrangement& arrangement) {
+  SCOPED_TRACE(::testing::Message() << arrangement.replicas << " replicas x " << arrangement.shards << " shards");
+  const auto reference = train_unsharded(trial, arrangement);
+  on_threads(arrangement.ranks(), [&] {
+    Trial mine = trial;
+    mine.options.mesh =
+        init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
+    train_sharded(mine, arrangement, reference);
+  });
+}
+
+} // namespace fsdp::testing

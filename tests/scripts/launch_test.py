@@ -1,0 +1,115 @@
+"""scripts/launch with shell commands as ranks."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import tempfile
+import time
+import unittest
+
+LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "launch"
+
+
+def launch(ranks, command, **environment):
+    return subprocess.Popen(
+        [LAUNCH, "--ranks", str(ranks), "sh", "-c", command],
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def is_alive(pid):
+    """A process that has ended but was not waited for by its new parent yet is not alive."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Launch(unittest.TestCase):
+    def run_to_end(self, ranks, command, **environment):
+        process = launch(ranks, command, **environment)
+        out, err = process.communicate(timeout=30)
+        return process.returncode, out, err
+
+    def assert_gone(self, pids):
+        deadline = time.monotonic() + 10
+        while any(map(is_alive, pids)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertEqual([pid for pid in pids if is_alive(pid)], [])
+
+    def start_sleepers(self, ranks):
+        """A launcher whose ranks sleep, each with a child that sleeps too; and the pids of them all."""
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        process = launch(ranks, f'sleep 100 & echo $$ $! >{folder.name}/$RANK.tmp; mv {folder.name}/$RANK.tmp '
+                                f'{folder.name}/$RANK.pids; wait')
+        self.addCleanup(process.communicate)
+        deadline = time.monotonic() + 10
+        while len(files := list(pathlib.Path(folder.name).glob("*.pids"))) < ranks and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertEqual(len(files), ranks)
+        return process, [int(pid) for file in files for pid in file.read_text().split()]
+
+    def test_ranks_get_what_torchrun_would_give_them(self):
+        variables = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR ${MASTER_PORT:+port}"
+        status, out, _ = self.run_to_end(3, f"echo {variables}")
+        self.assertEqual(status, 0)
+        self.assertEqual(sorted(out.splitlines()), [f"{rank} {rank} 3 3 127.0.0.1 port" for rank in range(3)])
+
+    def test_cores_are_shared_out_unless_the_user_says_otherwise(self):
+        environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+        ranks = 10 * len(os.sched_getaffinity(0))
+        command = [LAUNCH, "--ranks", str(ranks), "sh", "-c", "echo $OMP_NUM_THREADS"]
+        out = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+        self.assertEqual(set(out.split()), {"1"})
+        self.assertEqual(set(self.run_to_end(2, "echo $OMP_NUM_THREADS", OMP_NUM_THREADS="7")[1].split()), {"7"})
+
+    def test_the_first_failure_ends_all_and_is_reported(self):
+        started = time.monotonic()
+        status, _, err = self.run_to_end(3, '[ "$RANK" = 1 ] && exit 7; exec sleep 100')
+        self.assertEqual(status, 7)
+        self.assertIn("rank 1 ended with status 7", err)
+        self.assertLess(time.monotonic() - started, 20)
+
+    def test_a_rank_that_is_killed_is_a_failure(self):
+        status, _, err = self.run_to_end(2, '[ "$RANK" = 0 ] && kill -KILL $$; exec sleep 100')
+        self.assertEqual(status, 128 + signal.SIGKILL)
+        self.assertIn("rank 0 was ended by SIGKILL", err)
+
+    def test_a_program_that_does_not_exist_is_named(self):
+        result = subprocess.run([LAUNCH, "-n", "2", "/no/such/program"], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 127)
+        self.assertIn("/no/such/program", result.stderr)
+
+    def test_signals_end_the_ranks_and_what_they_started(self):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            process, pids = self.start_sleepers(2)
+            process.send_signal(number)
+            process.wait(timeout=20)
+            self.assertEqual(process.returncode, 128 + number)
+            self.assert_gone(pids)
+
+    def test_ranks_that_ignore_the_signal_are_killed(self):
+        process = launch(2, "trap '' TERM INT; echo ready; while :; do sleep 1; done")
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.wait(timeout=20), 128 + signal.SIGINT)
+        process.communicate()
+
+    def test_no_rank_outlives_a_launcher_that_is_killed(self):
+        process, pids = self.start_sleepers(2)
+        ranks, children = pids[::2], pids[1::2]
+        process.kill()
+        self.assert_gone(ranks)
+        for pid in children:
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    from results import run
+
+    run()

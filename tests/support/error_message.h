@@ -1,0 +1,28 @@
+#pragma once
+
+#include <string>
+
+#include <gtest/gtest.h>
+
+#include <fsdp/error.h>
+
+namespace fsdp::testing {
+
+/// The message of the fsdp::Error that `action` throws; a failure of the test if it throws none.
+template <typename Action>
+std::string error_message(const Action& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "expected an fsdp::Error";
+  return "";
+}
+
+inline ::testing::AssertionResult contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos ? ::testing::AssertionSuccess()
+                                              : ::testing::AssertionFailure() << "no \"" << part << "\" in: " << text;
+}
+
+} // namespace fsdp::testing
