@@ -37,7 +37,12 @@ double time_reduce_scatter(fsdp::Group& group, int64_t numel) {
   const int64_t chunk = numel / group.size();
   const at::Tensor whole = at::full({numel}, 1.0f);
   const at::Tensor slice = at::zeros({chunk});
-  return best_time(group, [] {}, [&] { group.reduce_scatter({{whole}, {chunk}, {slice}, 2}, kLabel)->wait(); });
+  return best_time(
+      group,
+      [] {},
+      [&] {
+        group.reduce_scatter({{whole}, {chunk}, {slice}, 2}, kLabel)->wait();
+      });
 }
 
 double time_gather(fsdp::Group& group, int64_t numel, c10::ScalarType gathered_dtype) {
@@ -45,13 +50,15 @@ double time_gather(fsdp::Group& group, int64_t numel, c10::ScalarType gathered_d
   const auto home = group.make_home({{numel, chunk, at::kFloat, gathered_dtype}}, {}, kLabel);
   home->begin_write(kLabel);
   std::memset(home->slice(0), 0, static_cast<size_t>(chunk) * 4);
-  return best_time(group, [&] { home->begin_write(kLabel); }, [&] { home->gather(kLabel)->wait(); });
+  return best_time(
+      group, [&] { home->begin_write(kLabel); }, [&] { home->gather(kLabel)->wait(); });
 }
 
 double time_memcpy(fsdp::Group& group, int64_t numel) {
   const at::Tensor from = at::full({numel}, 1.0f);
   const at::Tensor to = at::zeros({numel});
-  return best_time(group, [] {}, [&] { std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes()); });
+  return best_time(
+      group, [] {}, [&] { std::memcpy(to.mutable_data_ptr(), from.const_data_ptr(), from.nbytes()); });
 }
 
 void report(fsdp::Group& group, int64_t mebibytes) {
@@ -65,7 +72,14 @@ void report(fsdp::Group& group, int64_t mebibytes) {
     std::printf(
         "%-6s %4lld MiB  memcpy %7.3f ms (%5.1f GB/s)  reduce-scatter %7.3f ms (%5.1f GB/s, %.2f of memcpy)  "
         "gather %7.3f ms  gather as bf16 %7.3f ms\n",
-        group.name().c_str(), static_cast<long long>(mebibytes), copy, rate(copy), reduce, rate(reduce), reduce / copy, gather,
+        group.name().c_str(),
+        static_cast<long long>(mebibytes),
+        copy,
+        rate(copy),
+        reduce,
+        rate(reduce),
+        reduce / copy,
+        gather,
         cast);
   }
 }

@@ -4,7 +4,7 @@ include(GNUInstallDirs)
 include(CMakePackageConfigHelpers)
 
 set_target_properties(fsdp PROPERTIES LINKER_LANGUAGE CXX VERSION ${PROJECT_VERSION} SOVERSION ${PROJECT_VERSION_MAJOR}
-                                      INSTALL_RPATH_USE_LINK_PATH ON)
+                                      INSTALL_RPATH $<TARGET_FILE_DIR:c10>)
 target_compile_features(fsdp PUBLIC cxx_std_20)
 target_link_libraries(fsdp PUBLIC ${FSDP_TORCH})
 if(FSDP_SANITIZE)

@@ -30,7 +30,7 @@ function(fsdp_torch_of_prefixes result)
 endfunction()
 
 # LibTorch's own package wants a whole CUDA toolkit where LibTorch was made for CUDA. libfsdp compiles no device code and needs
-# CUDA's headers alone, which lie beside the wheel; so it imports such a LibTorch itself.
+# CUDA's headers alone, which lie beside the wheel or in a toolkit; so it imports such a LibTorch itself.
 function(fsdp_import_cuda_torch root)
   file(STRINGS ${root}/version.py version REGEX "^__version__")
   string(REGEX MATCH "[0-9]+\\.[0-9]+\\.[0-9]+" version "${version}")
@@ -40,10 +40,8 @@ function(fsdp_import_cuda_torch root)
   set(Torch_VERSION ${version} PARENT_SCOPE)
 
   file(GLOB cuda_includes ${root}/../nvidia/*/include)
-  if(NOT cuda_includes)
-    find_package(CUDAToolkit QUIET)
-    set(cuda_includes ${CUDAToolkit_INCLUDE_DIRS})
-  endif()
+  find_package(CUDAToolkit QUIET)
+  list(APPEND cuda_includes ${CUDAToolkit_INCLUDE_DIRS})
   set(includes ${root}/include ${root}/include/torch/csrc/api/include ${cuda_includes})
   set(TORCH_INCLUDE_DIRS ${includes} PARENT_SCOPE)
   add_library(torch INTERFACE IMPORTED GLOBAL)

@@ -78,6 +78,17 @@ install_torch() {
   "${pip[@]}" "torch==$TORCH" || die "pip could not install torch==$TORCH. Set TORCH to a version that pip can find, or PYTHON to a Python that has torch."
 }
 
+# The NCCL backend is compiled with CUDA headers, of which torch brings all but these.
+install_cuda_headers() {
+  local cuda package
+  cuda=$(.venv/bin/python -c 'import re, importlib.util as u; root = u.find_spec("torch").submodule_search_locations[0]
+print(*re.findall(r"^cuda.*= .(\d+\.\d+)", open(root + "/version.py").read(), re.M))')
+  [ -n "$cuda" ] || return 0
+  [ "${cuda%%.*}" -ge 13 ] && package="nvidia-cuda-crt==$cuda.*" || package="nvidia-cuda-nvcc-cu12==$cuda.*"
+  .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$package" ||
+    echo "Going on without $package: the NCCL backend needs it, or a CUDA toolkit"
+}
+
 ensure_torch() {
   if [ -n "$PYTHON" ]; then
     torch_version "$PYTHON" >/dev/null || die "PYTHON=$PYTHON has no torch. Install it there, or leave PYTHON unset to have it in .venv."
@@ -87,6 +98,7 @@ ensure_torch() {
   [ -e "$stamp" ] && return
   [ -x .venv/bin/pip ] || python3 -m venv .venv
   install_torch
+  install_cuda_headers
   rm -f .venv/torch-*
   touch "$stamp"
 }

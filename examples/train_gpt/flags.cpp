@@ -122,13 +122,15 @@ void Flags::parse(const std::vector<std::string>& arguments) const {
     size_t equals = argument.find('=');
     std::string name = argument.substr(2, equals == std::string::npos ? equals : equals - 2);
     const Flag& flag = find(name);
-    bool inline_value = equals != std::string::npos;
-    if (flag.value.empty() == inline_value || (!flag.value.empty() && !inline_value && i + 1 == arguments.size())) {
-      throw fsdp::Error(
-          "[options] expected --" + name + (flag.value.empty() ? " without a value" : " " + flag.value) + ", got " +
-          argument);
+    bool takes_value = !flag.value.empty();
+    bool has_value = equals != std::string::npos;
+    if (takes_value && !has_value && i + 1 == arguments.size()) {
+      throw fsdp::Error("[options] expected a value after --" + name + ", got none: write --" + name + " " + flag.value);
     }
-    std::string value = inline_value ? argument.substr(equals + 1) : flag.value.empty() ? "" : arguments[++i];
+    if (!takes_value && has_value) {
+      throw fsdp::Error("[options] expected no value for --" + name + ", got " + argument + ": write --" + name);
+    }
+    std::string value = has_value ? argument.substr(equals + 1) : takes_value ? arguments[++i] : "";
     try {
       flag.read(value);
     } catch (const std::invalid_argument& expected) {

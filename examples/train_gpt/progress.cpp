@@ -75,8 +75,9 @@ std::string Progress::bar(const StepRecord& record) const {
     return right.substr(1, width);
   }
   size_t room = std::min<size_t>(width - right.size() - 2, 40);
-  size_t done = room * record.step / steps_;
-  return "[" + std::string(done, '=') + std::string(room - done, ' ') + "]" + right;
+  std::string filled(room * record.step / steps_, '=');
+  filled.resize(room, ' ');
+  return print("[%s]%s", filled.c_str(), right.c_str());
 }
 
 } // namespace train_gpt

@@ -23,7 +23,7 @@ struct UnitDescription {
   std::string policy; ///< "reshard", "keep", "reshard to 2"; "offload"
 };
 
-struct Description {
+struct FSDP_API Description {
   std::vector<UnitDescription> units;
   int64_t bytes_shard = 0; ///< all shards of this rank
   /// The most that parameters and gradients take on this rank at any time of a step: shards, their gradients, whole units, gradients

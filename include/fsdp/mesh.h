@@ -1,5 +1,6 @@
 #pragma once
 
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,6 +32,7 @@ class FSDP_API Mesh {
   /// The slice along one named dimension, or several: `mesh["shard"]`, `mesh[{"replicate", "shard"}]`.
   Mesh operator[](const std::string& name) const;
   Mesh operator[](const std::vector<std::string>& names) const;
+  Mesh operator[](std::initializer_list<std::string> names) const;
 
   bool operator==(const Mesh& other) const;
   /// `Mesh(2x2, replicate x shard, cpu)`

@@ -206,6 +206,12 @@ void warn_if_different(const InitOptions& options) {
   }
 }
 
+void leave_at_exit() {
+  // What is made before the registration is still there when `shutdown` runs.
+  static const int registered = (joined(), std::atexit(shutdown));
+  FSDP_CHECK(registered == 0, "[init] the C library has no room for another function to call at exit");
+}
+
 const World& require_world(const char* operation) {
   const World* world = current_world();
   FSDP_CHECK(
@@ -223,8 +229,7 @@ void init(const InitOptions& options) {
     warn_if_different(options);
     return;
   }
-  static const int registered = std::atexit(shutdown);
-  (void)registered;
+  leave_at_exit();
   InitOptions resolved = options;
   resolved.timeout = chosen_timeout(options);
   if (env::flag("FSDP_ARENA") == false) {

@@ -41,12 +41,16 @@ class LocalGathered final : public Gathered {
 
 class LocalHome final : public Home {
  public:
-  LocalHome(std::vector<Piece> pieces, const HomeOptions& options) : pieces_(std::move(pieces)), device_(options.device) {
+  LocalHome(std::vector<Piece> pieces, const HomeOptions& options)
+      : pieces_(std::move(pieces)), device_(options.device) {
     const bool pinned = options.offload && options.pin_memory && !options.device.is_cpu();
     for (const Piece& piece : pieces_) {
       stored_.push_back(at::empty(
           {piece.numel},
-          at::TensorOptions().dtype(piece.stored).device(options.offload ? c10::kCPU : options.device).pinned_memory(pinned)));
+          at::TensorOptions()
+              .dtype(piece.stored)
+              .device(options.offload ? c10::kCPU : options.device)
+              .pinned_memory(pinned)));
     }
   }
   void* slice(size_t index) const override {
@@ -71,7 +75,12 @@ class LocalGroup final : public Group {
     for (const Piece& piece : pieces) {
       FSDP_CHECK(
           piece.chunk >= piece.numel,
-          "[", label.operation, "] expected a slice of all ", piece.numel, " elements for a group of one, got ", piece.chunk);
+          "[",
+          label.operation,
+          "] expected a slice of all ",
+          piece.numel,
+          " elements for a group of one, got ",
+          piece.chunk);
     }
     return std::make_shared<LocalHome>(std::move(pieces), options);
   }
@@ -81,8 +90,14 @@ class LocalGroup final : public Group {
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     FSDP_CHECK(
         args.slices.size() == args.wholes.size() && args.chunks.size() == args.wholes.size(),
-        "[", label.operation, "] expected as many chunks and slices as whole tensors (", args.wholes.size(), "), got ",
-        args.chunks.size(), " and ", args.slices.size());
+        "[",
+        label.operation,
+        "] expected as many chunks and slices as whole tensors (",
+        args.wholes.size(),
+        "), got ",
+        args.chunks.size(),
+        " and ",
+        args.slices.size());
     for (size_t i = 0; i < args.wholes.size(); ++i) {
       args.slices[i].view(-1).copy_(args.wholes[i].view(-1), /*non_blocking=*/true);
       divide(args.slices[i], args.divide_by);

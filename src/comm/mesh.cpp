@@ -241,6 +241,10 @@ Mesh Mesh::operator[](const std::vector<std::string>& names) const {
   return make(std::move(slice));
 }
 
+Mesh Mesh::operator[](std::initializer_list<std::string> names) const {
+  return (*this)[std::vector<std::string>(names)];
+}
+
 bool Mesh::operator==(const Mesh& other) const {
   const Impl& a = *impl_;
   const Impl& b = *other.impl_;

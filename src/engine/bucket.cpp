@@ -51,6 +51,11 @@ void Bucket::settle(const Unit& unit) {
     params_[i]->move_shard(home->slice(i), home, device);
   }
   home_ = std::move(home);
+  if (gather_group->gathers_in_place()) {
+    // Once together, so that from now on a rank may read alone: ranks may begin with different units.
+    home_->gather(label)->wait();
+    in_place_readers::resume(*gather_group);
+  }
 }
 
 void Bucket::settle_among(int ranks, const Label& label) {

@@ -53,6 +53,11 @@ bool stop(Group& group) {
   return true;
 }
 
+void resume(Group& group) {
+  std::lock_guard lock(mutex);
+  groups[&group].reading = true;
+}
+
 void forget(Group& group) {
   std::lock_guard lock(mutex);
   if (auto found = groups.find(&group); found != groups.end() && found->second.units.empty()) {

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
+#include "engine/internal_scope.h"
 #include "engine/operators.h"
 #include "engine/param.h"
 #include "engine/runtime.h"
@@ -38,9 +39,11 @@ void note_use(Param& param, Phase phase) {
     return;
   }
   if (c10::GradMode::is_enabled()) {
-    param.note_use();
     if (phase == Phase::kForward) {
+      param.note_use();
       param.unit().runtime().forward_begins();
+    } else {
+      param.note_recomputed_use();
     }
   } else if (phase == Phase::kForward && CheckpointForward::current() >= 0) {
     param.note_checkpointed_use(CheckpointForward::current());
@@ -50,6 +53,11 @@ void note_use(Param& param, Phase phase) {
 
 void see_handle(Param& param, bool written, Call& call) {
   param.follow_requires_grad();
+  if (param.shard_was_replaced()) { // before a view takes the former dtype along
+    auto lock = param.unit().runtime().lock();
+    InternalScope scope;
+    param.unit().settle_replaced_shards();
+  }
   if (call.traits.reads_nothing) {
     return;
   }
@@ -68,9 +76,7 @@ void see_handle(Param& param, bool written, Call& call) {
 }
 
 void see_shard(Param& param, bool written, const Call& call) {
-  if (call.traits.replaces_data) {
-    param.unit().shards_replaced();
-  } else if (written) {
+  if (written) {
     param.unit().before_shard_write(param);
   } else if (!call.traits.reads_nothing) {
     param.unit().before_shard_read();

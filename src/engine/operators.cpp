@@ -56,7 +56,6 @@ bool needs_equal_dtypes(std::string_view name) {
 OperatorTraits read_schema(const c10::FunctionSchema& schema) {
   OperatorTraits traits;
   const std::string_view name = schema.name();
-  traits.replaces_data = name == "aten::set_data";
   traits.dtypes_must_agree = needs_equal_dtypes(name);
   if (asks_metadata(name)) {
     traits.reads_nothing = true;

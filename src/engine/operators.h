@@ -13,8 +13,6 @@ struct OperatorTraits {
   bool reads_nothing = false;
   /// Bit i: argument i is written (operators have fewer than 64 arguments; what lies beyond is taken as not written).
   uint64_t writes = 0;
-  /// `set_data`: gives a tensor other data, and touches neither.
-  bool replaces_data = false;
   /// Refuses inputs of different floating-point dtypes.
   bool dtypes_must_agree = false;
 

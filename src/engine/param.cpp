@@ -181,6 +181,12 @@ void Param::note_use() {
   }
 }
 
+void Param::note_recomputed_use() {
+  if (uses_ == 0) {
+    unit_.expect_gradients(uses_++ == 0);
+  }
+}
+
 void Param::note_checkpointed_use(int64_t segment) {
   if (segment != last_segment_) {
     last_segment_ = segment;

@@ -90,6 +90,8 @@ class Param {
 
   /// A use whose gradient backward will bring: the graph of this forward, or one checkpointed segment.
   void note_use();
+  /// The same, in a recomputation within backward: counted already, if by `note_checkpointed_use`.
+  void note_recomputed_use();
   void note_checkpointed_use(int64_t segment);
   /// A gradient has arrived: takes it off the handle.
   void take_gradient(const at::Tensor& handle, bool in_checkpoint);

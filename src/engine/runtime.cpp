@@ -76,6 +76,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   const Unit* before = last_;
   for (Unit* unit : units) {
     unit->requested = false;
+    unit->used_in_backward |= phase == Phase::kBackward;
     if (unit != last_ || phase != last_phase_) {
       schedule.touched({unit->number(), phase});
       last_ = unit;
@@ -114,7 +115,9 @@ bool Runtime::keeps(
   }
   const bool contains_touched =
       std::any_of(touched.begin(), touched.end(), [&](const Unit* other) { return unit.is_ancestor_of(*other); });
-  if (contains_touched || !unit.reshards_after(phase)) {
+  const bool waits_for_backward =
+      phase == Phase::kBackward && !unit.used_in_backward && !unit.reshards_after(Phase::kForward);
+  if (contains_touched || waits_for_backward || !unit.reshards_after(phase)) {
     return true;
   }
   if (!schedule.known()) {
@@ -195,7 +198,10 @@ void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
       unit.reshard();
       current_is_whole_ = current_is_whole_ && last_ != &unit;
     }
-    reduce(unit);
+    // Where ranks may use different units, only the end of backward is the same moment, and a fixed order the same order.
+    if (!unit.policy.reduce_unused_params) {
+      reduce(unit);
+    }
   }
 }
 

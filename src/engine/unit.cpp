@@ -228,15 +228,12 @@ void Unit::before_shard_read() {
 }
 
 void Unit::settle_replaced_shards() {
-  if (!shards_replaced_) {
-    return;
-  }
-  shards_replaced_ = false;
   for (auto& bucket : buckets_) {
     const auto& params = bucket->params();
     if (std::none_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); })) {
       continue;
     }
+    reshard();
     bucket->settle(*this);
     for (Param* param : params) {
       const auto gathered = bucket->gathered_dtype(param->shard_dtype());
@@ -281,6 +278,7 @@ void Unit::forget_uses() {
   awaiting_ = 0;
   ready_ = false;
   reduced = false;
+  used_in_backward = false;
   for (auto& param : params_) {
     param->forget_uses();
   }

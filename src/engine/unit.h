@@ -156,10 +156,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void before_shard_write(Param& param);
   /// Before an operator reads a shard: writes to handles become visible.
   void before_shard_read();
-  /// A shard's tensor was given other data: the shards move back into the home before the next gather. Collective then.
-  void shards_replaced() {
-    shards_replaced_ = true;
-  }
+  /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
   void settle_replaced_shards();
   void place(Param& param);
 
@@ -181,6 +178,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Zeros have to be reduced in place of gradients that did not come.
   bool misses_gradients() const;
   bool reduced = false; ///< in this backward
+  bool used_in_backward = false;
   int64_t gradient_bytes() const;
   void forget_uses();
   /// After a step that broke off.
@@ -209,7 +207,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   int number_ = 0;
   Unit* parent_ = nullptr;
   UnitState state_ = UnitState::kSharded;
-  bool shards_replaced_ = false;
   int awaiting_ = 0; // parameters whose gradients are expected
   bool ready_ = false;
 };

@@ -34,7 +34,8 @@ using Function = std::function<Tensors(const Tensors&)>;
 std::vector<c10::Device> devices_of(const Tensors& inputs) {
   std::vector<c10::Device> devices{at::kCPU};
   for (const at::Tensor& input : inputs) {
-    if (input.defined() && !input.is_meta() && std::find(devices.begin(), devices.end(), input.device()) == devices.end()) {
+    if (input.defined() && !input.is_meta() &&
+        std::find(devices.begin(), devices.end(), input.device()) == devices.end()) {
       devices.push_back(input.device());
     }
   }
@@ -134,11 +135,12 @@ class AutocastState {
   std::vector<Kind> kinds_;
 };
 
-// While it lives, autocast is as it was when `then` was taken. Its cache of cast weights must not outlive the graph that the
-// casts belong to, so it is emptied on the way in and on the way out.
+// While it lives, autocast is as it was when `then` was taken. Its cache of cast weights must not outlive the graph
+// that the casts belong to, so it is emptied on the way in and on the way out.
 class AutocastReplay {
  public:
-  AutocastReplay(const AutocastState& then, const std::vector<c10::Device>& devices) : now_(devices), clears_(then.enabled()) {
+  AutocastReplay(const AutocastState& then, const std::vector<c10::Device>& devices)
+      : now_(devices), clears_(then.enabled()) {
     clear();
     then.restore();
   }
@@ -244,7 +246,8 @@ at::Tensor leaf_like(const at::Tensor& input) {
   return input.defined() ? input.detach().set_requires_grad(input.requires_grad()) : input;
 }
 
-// The function in the graph: an edge for each input. What else it reads gets its gradients from the backward nested inside.
+// The function in the graph: an edge for each input. What else it reads gets its gradients from the backward nested
+// inside.
 class CheckpointNode : public torch::autograd::Node {
  public:
   CheckpointNode(Recipe recipe, const Tensors& inputs)
@@ -283,11 +286,13 @@ class CheckpointNode : public torch::autograd::Node {
   static void check_allowed() {
     FSDP_CHECK(
         torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
-        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some tensors only "
+        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some "
+        "tensors only "
         "(autograd::grad, or backward with inputs). Call backward() and read the .grad of the tensors.");
     FSDP_CHECK(
         !at::GradMode::is_enabled(),
-        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function without "
+        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function "
+        "without "
         "checkpoint to differentiate twice.");
   }
 
@@ -295,7 +300,8 @@ class CheckpointNode : public torch::autograd::Node {
     std::lock_guard<std::mutex> lock(mutex_);
     FSDP_CHECK(
         recipe_.has_value(),
-        "[checkpoint] expected one backward, got a second one through the same graph. Set retain_graph = true in the first.");
+        "[checkpoint] expected one backward, got a second one through the same graph. Set retain_graph = true in the "
+        "first.");
     Tensors inputs;
     for (const auto& input : inputs_) {
       inputs.push_back(leaf_like(input.unpack()));

@@ -26,7 +26,8 @@ void check_beta(double beta, const char* name) {
 void check_options(const AdamWOptions& options) {
   FSDP_CHECK(options.lr() >= 0, "[AdamW] expected a learning rate of at least 0, got ", options.lr());
   FSDP_CHECK(options.eps() >= 0, "[AdamW] expected eps of at least 0, got ", options.eps());
-  FSDP_CHECK(options.weight_decay() >= 0, "[AdamW] expected a weight decay of at least 0, got ", options.weight_decay());
+  FSDP_CHECK(
+      options.weight_decay() >= 0, "[AdamW] expected a weight decay of at least 0, got ", options.weight_decay());
   check_beta(std::get<0>(options.betas()), "beta1");
   check_beta(std::get<1>(options.betas()), "beta2");
 }
@@ -145,8 +146,8 @@ Batch& batch_for(std::vector<Batch>& batches, const at::Tensor& param, size_t at
   return batches.back();
 }
 
-// Checks everything and changes no number, so that a step that fails here did nothing. `Module::parameters()` lists a weight
-// as often as modules share it; it is updated once.
+// Checks everything and changes no number, so that a step that fails here did nothing. `Module::parameters()` lists a
+// weight as often as modules share it; it is updated once.
 std::vector<Batch> batches_of(const OptimizerParamGroup& group, StateMap& states) {
   const bool amsgrad = static_cast<const AdamWOptions&>(group.options()).amsgrad();
   std::vector<Batch> batches;

@@ -30,7 +30,8 @@ struct Factors {
         correction(static_cast<C>(f.correction)) {}
 };
 
-// `kFused` rounds once, as LibTorch's own loops do on the same processors; without the instruction it would be a slow call.
+// `kFused` rounds once, as LibTorch's own loops do on the same processors; without the instruction it would be a slow
+// call.
 template <bool kFused, typename C>
 FSDP_INLINE C multiply_add(C a, C b, C c) {
   if constexpr (kFused) {

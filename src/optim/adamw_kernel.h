@@ -28,8 +28,8 @@ struct AdamWSpan {
 /// Float32, float64, bfloat16 and float16: what `adamw_update` can do.
 bool has_adamw_kernel(c10::ScalarType dtype);
 
-/// One step on `count` adjacent elements. Every element gets the same bits wherever a run begins or ends; half types are
-/// computed in float32 and rounded once per result. Thread safe for disjoint spans.
+/// One step on `count` adjacent elements. Every element gets the same bits wherever a run begins or ends; half types
+/// are computed in float32 and rounded once per result. Thread safe for disjoint spans.
 void adamw_update(c10::ScalarType dtype, const AdamWSpan& span, int64_t count, const AdamWFactors& factors);
 
 } // namespace fsdp::optim

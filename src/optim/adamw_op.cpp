@@ -15,9 +15,10 @@
 #include "optim/adamw_kernel.h"
 
 // [Note: an AdamW operator of our own]
-// LibTorch's fused CPU kernel computes the last few elements of a tensor (those that do not fill a vector) in another way than
-// the rest, so a parameter's values would depend on where it was cut. This one gives each element the same bits everywhere. It
-// is a dispatcher operator with a schema like LibTorch's, because writes to shards are seen by its alias annotations.
+// LibTorch's fused CPU kernel computes the last few elements of a tensor (those that do not fill a vector) in another
+// way than the rest, so a parameter's values would depend on where it was cut. This one gives each element the same
+// bits everywhere. It is a dispatcher operator with a schema like LibTorch's, because writes to shards are seen by its
+// alias annotations.
 
 namespace fsdp::optim {
 namespace {
@@ -43,7 +44,7 @@ struct Operands {
 
   bool contiguous() const {
     return param.is_contiguous() && grad.is_contiguous() && exp_avg.is_contiguous() && exp_avg_sq.is_contiguous() &&
-        (!max_exp_avg_sq.defined() || max_exp_avg_sq.is_contiguous());
+           (!max_exp_avg_sq.defined() || max_exp_avg_sq.is_contiguous());
   }
 };
 
@@ -69,7 +70,8 @@ struct IteratorRow {
 // Adjacent elements in one run, others one by one. The iterator's operands: outputs first, as they were added.
 void update_row(const IteratorRow& row, c10::ScalarType dtype, const AdamWFactors& factors) {
   const auto element = static_cast<int64_t>(c10::elementSize(dtype));
-  const bool adjacent = std::all_of(row.strides, row.strides + row.operands, [&](int64_t stride) { return stride == element; });
+  const bool adjacent =
+      std::all_of(row.strides, row.strides + row.operands, [&](int64_t stride) { return stride == element; });
   const int64_t run = adjacent ? row.count : 1;
   for (int64_t i = 0; i < row.count; i += run) {
     const auto at = [&](int operand) { return row.data[operand] + i * row.strides[operand]; };
@@ -139,9 +141,8 @@ void fused_adamw_cpu(
 }
 
 void call_own(const AdamWTensors& on, const AdamWSettings& settings) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("fsdp::fused_adamw_", "")
-                             .typed<decltype(fused_adamw_cpu)>();
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("fsdp::fused_adamw_", "").typed<decltype(fused_adamw_cpu)>();
   op.call(
       on.params,
       on.grads,
@@ -202,7 +203,8 @@ void fused_adamw_(const AdamWTensors& tensors, const AdamWSettings& settings) {
 TORCH_LIBRARY_FRAGMENT(fsdp, library) {
   library.def(
       "fused_adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
-      "Tensor(d!)[] max_exp_avg_sqs, int[] steps, float lr, float beta1, float beta2, float weight_decay, float eps) -> ()");
+      "Tensor(d!)[] max_exp_avg_sqs, int[] steps, float lr, float beta1, float beta2, float weight_decay, float eps) "
+      "-> ()");
 }
 
 TORCH_LIBRARY_IMPL(fsdp, CPU, library) {

@@ -35,8 +35,8 @@ void add_to(GradientLists& lists, const at::Tensor& grad) {
   lists.push_back({grad});
 }
 
-// Parameters whose squares (or other powers) are summed over the same groups of ranks. Exists on every rank, with or without
-// gradients there: its ranks meet in one collective.
+// Parameters whose squares (or other powers) are summed over the same groups of ranks. Exists on every rank, with or
+// without gradients there: its ranks meet in one collective.
 struct Family {
   std::optional<Mesh> mesh; ///< unset: plain tensors
   std::vector<bool> sharded; ///< per mesh dimension; the others hold equal values

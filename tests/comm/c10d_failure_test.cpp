@@ -1,10 +1,15 @@
 #include <chrono>
 #include <csignal>
+#include <thread>
 
 #include <gtest/gtest.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/c10d_backends.h"
+#include "comm/c10d/gloo.h"
+#include "comm/launcher.h"
+#include "comm/rendezvous.h"
 #include "support/error_message.h"
+#include "support/ranks.h"
 
 namespace fsdp::testing {
 namespace {

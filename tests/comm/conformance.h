@@ -3,7 +3,8 @@
 #include "comm/group_checks.h"
 
 /// What every Group has to do, whatever it is made of. A backend joins with
-/// `INSTANTIATE_TEST_SUITE_P(Name, Conformance, ::testing::ValuesIn(...), backend_name)`. Included by one file of a program.
+/// `INSTANTIATE_TEST_SUITE_P(Name, Conformance, ::testing::ValuesIn(...), backend_name)`. Included by one file of a
+/// program.
 namespace fsdp::testing {
 
 class Conformance : public ::testing::TestWithParam<Backend> {
@@ -77,7 +78,8 @@ TEST_P(Conformance, HomesOfNothingWork) {
   });
 }
 
-// Writes and reads take turns however fast or slow each rank is: a reader sees all of one generation and nothing of another.
+// Writes and reads take turns however fast or slow each rank is: a reader sees all of one generation and nothing of
+// another.
 TEST_P(Conformance, WritesAndReadsTakeTurns) {
   run([](const GroupPointer& group) {
     const auto pieces = all_sorts(group->size());
@@ -187,7 +189,8 @@ TEST_P(Conformance, ReduceScatterSumsEveryDtype) {
 
 TEST_P(Conformance, ReduceScatterTakesTensorsOfAnySize) {
   run([](const GroupPointer& group) {
-    for (const auto& numels : std::vector<std::vector<int64_t>>{{}, {0}, {1}, {0, 1, 0, 2}, {5, 7, 100'003}, {1'000'000}}) {
+    for (const auto& numels :
+         std::vector<std::vector<int64_t>>{{}, {0}, {1}, {0, 1, 0, 2}, {5, 7, 100'003}, {1'000'000}}) {
       auto reduced = start_reduce(*group, {.numels = numels, .divide_by = 2, .simple = true});
       reduced.work->wait();
       reduced.expect_equal();
@@ -215,7 +218,8 @@ TEST_P(Conformance, ManyReductionsMayBeInFlight) {
     for (int round = 0; round < 5; ++round) {
       std::vector<Reduced> flying;
       for (int64_t i = 0; i < 30; ++i) {
-        flying.push_back(start_reduce(*group, {.numels = {1000 + i, 40'000}, .divide_by = 2, .seed = i, .simple = true}));
+        flying.push_back(
+            start_reduce(*group, {.numels = {1000 + i, 40'000}, .divide_by = 2, .seed = i, .simple = true}));
         nap(random, 300);
         flying[random() % flying.size()].work->done();
       }
@@ -415,8 +419,9 @@ TEST_P(Conformance, DifferentSizesAreToldApart) {
     GTEST_SKIP() << "the order is not checked here";
   }
   run([](const GroupPointer& group) {
-    const std::string message = comm_error(
-        [&] { start_reduce(*group, {.numels = {group->rank() == 1 ? 10 : 20}}, {"reduce gradients", "head"}).work->wait(); });
+    const std::string message = comm_error([&] {
+      start_reduce(*group, {.numels = {group->rank() == 1 ? 10 : 20}}, {"reduce gradients", "head"}).work->wait();
+    });
     EXPECT_TRUE(mentions(message, "head"));
     EXPECT_TRUE(mentions(message, "must agree"));
   });

@@ -62,7 +62,8 @@ inline at::Tensor numbers(int64_t numel, c10::ScalarType dtype, int64_t seed, bo
   if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) {
     return mixed.remainder(23).to(dtype);
   }
-  const at::Tensor real = simple ? mixed.remainder(17).to(at::kDouble) : mixed.to(at::kDouble).div(32760.5).sub(1).exp();
+  const at::Tensor real =
+      simple ? mixed.remainder(17).to(at::kDouble) : mixed.to(at::kDouble).div(32760.5).sub(1).exp();
   return c10::isComplexType(dtype) ? at::complex(real, real.flip(0).neg()).to(dtype) : real.to(dtype);
 }
 
@@ -81,9 +82,9 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& got, const at::Ten
   for (size_t i = 0; i < a.nbytes(); ++i) {
     if (left[i] != right[i]) {
       const auto index = static_cast<int64_t>(i / a.element_size());
-      return ::testing::AssertionFailure() << "element " << index << " of " << a.numel() << " is "
-                                           << a.view(-1)[index].item().toComplexDouble() << ", expected "
-                                           << b.view(-1)[index].item().toComplexDouble();
+      return ::testing::AssertionFailure()
+             << "element " << index << " of " << a.numel() << " is " << a.view(-1)[index].item().toComplexDouble()
+             << ", expected " << b.view(-1)[index].item().toComplexDouble();
     }
   }
   return ::testing::AssertionSuccess();
@@ -121,7 +122,8 @@ inline void expect_pieces(const Gathered& gathered, const std::vector<Piece>& pi
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Piece& p = pieces[i];
     const at::Tensor expected = numbers(p.numel, p.stored, seed + static_cast<int64_t>(i)).to(p.gathered);
-    EXPECT_TRUE(same_bits(view_of(gathered.piece(i), p.numel, p.gathered), expected)) << "piece " << i << ", seed " << seed;
+    EXPECT_TRUE(same_bits(view_of(gathered.piece(i), p.numel, p.gathered), expected))
+        << "piece " << i << ", seed " << seed;
   }
 }
 
@@ -197,7 +199,8 @@ inline Reduced start_reduce(Group& group, const ToReduce& what, const Label& lab
     const Piece p = piece(what.numels[i], even_chunk(what.numels[i], group.size()), what.dtype);
     std::vector<at::Tensor> of_ranks;
     for (int r = 0; r < group.size(); ++r) {
-      of_ranks.push_back(numbers(p.numel, what.dtype, what.seed * 1000 + static_cast<int64_t>(i) * 16 + r, what.simple));
+      of_ranks.push_back(
+          numbers(p.numel, what.dtype, what.seed * 1000 + static_cast<int64_t>(i) * 16 + r, what.simple));
     }
     args.wholes.push_back(of_ranks[static_cast<size_t>(group.rank())]);
     args.chunks.push_back(p.chunk);

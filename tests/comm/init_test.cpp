@@ -1,6 +1,7 @@
 #include <fsdp/init.h>
 
 #include <chrono>
+#include <thread>
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -131,6 +132,22 @@ TEST(Init, JoinsAgainAfterShutdown) {
   });
 }
 
+// The rank that serves the rendezvous ends last, also when the program just ends.
+TEST(Init, LeavesInOrderAtExit) {
+  on_processes(2, [] {
+    init();
+    barrier();
+    if (process_rank() == 1) {
+      std::this_thread::sleep_for(seconds(2));
+      c10d::TCPStoreOptions options;
+      options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
+      options.waitWorkers = false;
+      options.timeout = seconds(2);
+      EXPECT_NO_THROW(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
+    }
+  });
+}
+
 TEST(Init, DifferentOptionsOnTheRanksAreAnError) {
   on_processes(2, [] {
     const std::string backend = process_rank() == 0 ? "gloo" : "shm";
@@ -163,16 +180,17 @@ TEST(Init, TheTimeoutComesFromTheEnvironment) {
 
 TEST(Init, WorksUnderMpirunsVariables) {
   on_processes(2, [] {
-    const std::string rank_text = std::to_string(process_rank());
+    const int mine = process_rank();
     const ScopedEnvironment environment(
-        {{"OMPI_COMM_WORLD_RANK", rank_text},
+        {{"OMPI_COMM_WORLD_RANK", std::to_string(mine)},
          {"OMPI_COMM_WORLD_SIZE", "2"},
-         {"OMPI_COMM_WORLD_LOCAL_RANK", rank_text},
+         {"OMPI_COMM_WORLD_LOCAL_RANK", std::to_string(mine)},
          {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
          {"PMIX_NAMESPACE", process_folder().string()}});
     init();
     expect_world_of(2, "shm");
-    EXPECT_EQ(local_rank(), process_rank());
+    EXPECT_EQ(rank(), mine);
+    EXPECT_EQ(local_rank(), mine);
     shutdown();
   });
 }
@@ -208,7 +226,7 @@ TEST(Init, UsesTheAgentsStore) {
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
       options.waitWorkers = false;
-      c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options)->set("done", "1");
+      c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options)->set("done", std::vector<uint8_t>{1});
     }
   });
 }

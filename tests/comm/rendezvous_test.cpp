@@ -80,14 +80,14 @@ TEST(Rendezvous, ARestartDoesNotMeetTheRanksOfBefore) {
     const auto store = open_store(launch.port, /*serve=*/process_rank() == 0);
     if (process_rank() == 0) {
       Rendezvous first(launch, seconds(20));
-      store->set("first", "here");
+      store->set("first", std::vector<uint8_t>{1});
       store->wait({"second"}, seconds(60));
       return;
     }
     store->wait({"first"}, seconds(60));
     launch.attempt = 1;
     EXPECT_NO_THROW(Rendezvous(launch, seconds(20)));
-    store->set("second", "here");
+    store->set("second", std::vector<uint8_t>{1});
   });
 }
 
@@ -98,13 +98,13 @@ TEST(Rendezvous, TwoProcessesOfOneRankAreAnError) {
     const auto store = open_store(launch.port, /*serve=*/process_rank() == 0);
     if (process_rank() == 0) {
       Rendezvous first(launch, seconds(20));
-      store->set("first", "here");
+      store->set("first", std::vector<uint8_t>{1});
       store->wait({"second"}, seconds(60));
       return;
     }
     store->wait({"first"}, seconds(60));
     EXPECT_TRUE(contains(error_message([&] { Rendezvous(launch, seconds(5)); }), "one process of rank 0"));
-    store->set("second", "here");
+    store->set("second", std::vector<uint8_t>{1});
   });
 }
 

@@ -23,7 +23,8 @@ inline GroupPointer join_processes(
 }
 
 inline void run_threads(int ranks, std::chrono::milliseconds timeout, const RankBody& body) {
-  thread_group(ranks, [&] { body(current_world()->group); }, timeout);
+  thread_group(
+      ranks, [&] { body(current_world()->group); }, timeout);
 }
 
 /// For tests that every rank's process runs: see `run_tests_on_processes`.

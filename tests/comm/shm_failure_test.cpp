@@ -44,24 +44,36 @@ void gather_converted(Group& group, const Prelude& before) {
 }
 
 const Wait kWaits[] = {
-    {"Barrier", [](Group& group, const Prelude& before) { before(); group.barrier(kOperation); }},
-    {"ReduceScatter", [](Group& group, const Prelude& before) {
+    {"Barrier",
+     [](Group& group, const Prelude& before) {
+       before();
+       group.barrier(kOperation);
+     }},
+    {"ReduceScatter",
+     [](Group& group, const Prelude& before) {
        before();
        start_reduce(group, {.numels = {300'000}}, kOperation).work->wait();
      }},
-    {"AllReduce", [](Group& group, const Prelude& before) {
+    {"AllReduce",
+     [](Group& group, const Prelude& before) {
        before();
        group.all_reduce(at::zeros({100'000}), ReduceOp::kSum, 1, kOperation)->wait();
      }},
-    {"Broadcast", [](Group& group, const Prelude& before) {
+    {"Broadcast",
+     [](Group& group, const Prelude& before) {
        before();
        group.broadcast(at::zeros({100'000}), kVictim, kOperation);
      }},
-    {"MakeHome", [](Group& group, const Prelude& before) {
+    {"MakeHome",
+     [](Group& group, const Prelude& before) {
        before();
        group.make_home(one_piece(group.size()), {}, kOperation);
      }},
-    {"Split", [](Group& group, const Prelude& before) { before(); group.split(0, kOperation); }},
+    {"Split",
+     [](Group& group, const Prelude& before) {
+       before();
+       group.split(0, kOperation);
+     }},
     {"BeginWrite", &begin_write},
     {"Gather", &gather},
     {"GatherConverted", &gather_converted},
@@ -71,13 +83,21 @@ const Wait kWaits[] = {
 std::string message_without_victim(Group& group, const Wait& wait, const Prelude& victim) {
   const auto nothing = [] {};
   const auto start = std::chrono::steady_clock::now();
-  const std::string message =
-      comm_error([&] { wait.run(group, group.rank() == kVictim ? victim : Prelude(nothing)); });
+  const std::string message = comm_error([&] { wait.run(group, group.rank() == kVictim ? victim : Prelude(nothing)); });
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(8));
   EXPECT_TRUE(mentions(message, "reduce gradients"));
   EXPECT_TRUE(mentions(message, "'blocks.3'"));
   EXPECT_TRUE(mentions(message, "rank 1"));
   return message;
+}
+
+// A reduction that will not end; null if the group has failed already.
+std::unique_ptr<Work> start_reduce_or_fail(Group& group) {
+  try {
+    return start_reduce(group, {.numels = {100}}).work;
+  } catch (const CommError&) {
+    return nullptr;
+  }
 }
 
 class ShmFailure : public ::testing::TestWithParam<Wait> {};
@@ -104,11 +124,14 @@ TEST_P(ShmFailure, StoppedProcessIsNoticed) {
 TEST_P(ShmFailure, ExceptionOfAThreadStopsTheOthers) {
   const auto body = [] {
     const auto group = current_world()->group;
-    if (group->rank() == kVictim) {
-      GetParam().run(*group, [] { throw std::runtime_error("the disk is full"); });
-      return;
+    const bool throws = group->rank() == kVictim;
+    const auto take_part = [&] {
+      GetParam().run(*group, [&] { throws ? throw std::runtime_error("the disk is full") : void(); });
+    };
+    if (throws) {
+      take_part();
     }
-    EXPECT_TRUE(mentions(message_without_victim(*group, GetParam(), [] {}), "the disk is full"));
+    EXPECT_TRUE(mentions(comm_error(take_part), "by rank 1: the disk is full"));
   };
   try {
     on_threads(3, body);
@@ -135,10 +158,9 @@ TEST_P(ShmFailure, LeavingEarlyIsNoticed) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Waits,
-    ShmFailure,
-    ::testing::ValuesIn(kWaits),
-    [](const ::testing::TestParamInfo<Wait>& info) { return info.param.name; });
+    Waits, ShmFailure, ::testing::ValuesIn(kWaits), [](const ::testing::TestParamInfo<Wait>& info) {
+      return info.param.name;
+    });
 
 TEST(ShmFailures, LastOperationOfTheDeadIsNamed) {
   const auto body = [] {
@@ -150,7 +172,8 @@ TEST(ShmFailures, LastOperationOfTheDeadIsNamed) {
     const std::string message = comm_error([&] { group->barrier(kOperation); });
     EXPECT_EQ(
         message,
-        "[reduce gradients] rank 0 waited for rank 1 in unit 'blocks.3': rank 1 has died (its last operation: unshard of "
+        "[reduce gradients] rank 0 waited for rank 1 in unit 'blocks.3': rank 1 has died (its last operation: unshard "
+        "of "
         "'blocks.2')");
   };
   on_processes(2, body, {.lost = {1}});
@@ -182,6 +205,21 @@ TEST(ShmFailures, FailureOfASplitGroupReachesItsParent) {
     EXPECT_TRUE(mentions(message, "rank 0 is out of memory"));
   };
   on_threads(4, body);
+}
+
+TEST(ShmFailures, NothingIsPendingInAFailedGroup) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    if (group->rank() == 1) {
+      group->abort("enough");
+      return;
+    }
+    auto pending = start_reduce_or_fail(*group);
+    comm_error([&] { group->barrier(kTest); });
+    EXPECT_TRUE(!pending || pending->done()) << "a wait would throw, not block";
+    comm_error([&] { pending ? pending->wait() : group->barrier(kTest); });
+  };
+  on_threads(2, body);
 }
 
 TEST(ShmFailures, GatheringsInAnotherOrderAreToldApart) {

@@ -44,9 +44,16 @@ struct Case {
   c10::ScalarType dtype;
 };
 const Case kCases[] = {
-    {Number::kFloat, at::kFloat}, {Number::kDouble, at::kDouble}, {Number::kHalf, at::kHalf},
-    {Number::kBFloat16, at::kBFloat16}, {Number::kInt8, at::kChar}, {Number::kUInt8, at::kByte},
-    {Number::kInt16, at::kShort}, {Number::kInt32, at::kInt}, {Number::kInt64, at::kLong}, {Number::kBool, at::kBool}};
+    {Number::kFloat, at::kFloat},
+    {Number::kDouble, at::kDouble},
+    {Number::kHalf, at::kHalf},
+    {Number::kBFloat16, at::kBFloat16},
+    {Number::kInt8, at::kChar},
+    {Number::kUInt8, at::kByte},
+    {Number::kInt16, at::kShort},
+    {Number::kInt32, at::kInt},
+    {Number::kInt64, at::kLong},
+    {Number::kBool, at::kBool}};
 
 class Reduce : public ::testing::TestWithParam<void (*)(const Reduction&)> {};
 
@@ -109,8 +116,13 @@ TEST_P(Reduce, TheResultMayBeASource) {
   const at::Tensor b = numbers(5000, at::kFloat, 2);
   const at::Tensor expected = rank_ordered({b, a}, 2);
   const void* sources[] = {b.const_data_ptr(), a.const_data_ptr()};
-  GetParam()({.number = Number::kFloat, .divide_by = 2, .sources = sources, .count_sources = 2,
-              .result = a.mutable_data_ptr(), .count = 5000});
+  GetParam()(
+      {.number = Number::kFloat,
+       .divide_by = 2,
+       .sources = sources,
+       .count_sources = 2,
+       .result = a.mutable_data_ptr(),
+       .count = 5000});
   EXPECT_TRUE(same_bits(a, expected));
 }
 

@@ -162,8 +162,8 @@ class Options(unittest.TestCase):
         self.assert_refused("expected replicas x shards for --mesh, as in 2x4, got '2by2'", "--mesh", "2by2")
         self.assert_refused("expected true, false or a number of ranks", "--reshard-after-forward", "maybe")
         self.assert_refused("expected one of bfloat16, float16, float32 for --param-dtype", "--param-dtype", "int4")
-        self.assert_refused("expected --steps N, got --steps", "--steps")
-        self.assert_refused("expected --offload without a value", "--offload=yes")
+        self.assert_refused("expected a value after --steps, got none", "--steps")
+        self.assert_refused("expected no value for --offload", "--offload=yes")
         self.assert_refused("multiple of twice the heads", "--width", 30, "--heads", 4)
 
     def test_options_that_contradict_each_other_are_refused(self):

@@ -76,7 +76,8 @@ Tensor checkpointed(Mlp& mlp, const Tensor& x) {
 Tensor nested(Mlp& mlp, const Tensor& x) {
   return checkpoint(
       [mlp](const Tensor& given) mutable {
-        Tensor hidden = checkpoint([mlp](const Tensor& t) mutable { return mlp->dropout(torch::gelu(mlp->in(t))); }, given);
+        Tensor hidden =
+            checkpoint([mlp](const Tensor& t) mutable { return mlp->dropout(torch::gelu(mlp->in(t))); }, given);
         return mlp->out(hidden);
       },
       x);
@@ -132,6 +133,18 @@ TEST(Checkpoint, IntermediateResultsAreNotKept) {
     EXPECT_EQ(watch.seen(), use ? 6u : 3u);
     EXPECT_EQ(watch.alive(), 0u);
   }
+}
+
+TEST(Checkpoint, FirstRunRecordsNoGraph) {
+  std::vector<bool> recorded;
+  Tensor x = torch::ones({2}).requires_grad_();
+  const auto function = [&recorded](const Tensor& given) {
+    Tensor hidden = given * 2;
+    recorded.push_back(hidden.requires_grad());
+    return hidden.exp();
+  };
+  checkpoint(function, x).sum().backward();
+  EXPECT_EQ(recorded, (std::vector<bool>{false, true}));
 }
 
 TEST(Checkpoint, BackwardFreesTheInputsAndTheFunction) {
@@ -345,6 +358,17 @@ TEST(Checkpoint, RecomputesUnderTheSameAutocast) {
     expect_close(train_with_autocast(checkpointed, backward_inside), train_with_autocast(plain, backward_inside));
     expect_close(train_with_autocast(nested, backward_inside), train_with_autocast(plain, backward_inside));
   }
+}
+
+// What autocast casts in the first run has no history: code after it must not find that in the cache.
+TEST(Checkpoint, LeavesNoCastsInAutocastsCache) {
+  Tensor weight = torch::ones({4, 4}).requires_grad_();
+  Tensor x = torch::ones({2, 4}).requires_grad_();
+  Autocast autocast;
+  const Tensor unused = checkpoint([weight](const Tensor& given) { return given.mm(weight); }, x);
+  x.mm(weight).sum().backward();
+  ASSERT_TRUE(weight.grad().defined());
+  EXPECT_TRUE(torch::equal(weight.grad(), torch::full({4, 4}, 2.0)));
 }
 
 TEST(Checkpoint, ThreadsHaveGraphsOfTheirOwn) {

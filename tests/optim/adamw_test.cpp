@@ -40,9 +40,12 @@ Tensor leaf(const Tensor& values) {
   return values.clone().requires_grad_();
 }
 
-// How far `a` is from `b` at most, in units of the last place of b's dtype at the size of b (and of `least` where b is smaller).
+// How far `a` is from `b` at most, in units of the last place of b's dtype at the size of b (and of `least` where b is
+// smaller).
 double ulps(const Tensor& a, const Tensor& b, double least) {
-  const double epsilon = b.scalar_type() == torch::kDouble ? 0x1p-52 : b.scalar_type() == torch::kFloat ? 0x1p-23 : 0x1p-7;
+  const double epsilon = b.scalar_type() == torch::kDouble  ? 0x1p-52
+                         : b.scalar_type() == torch::kFloat ? 0x1p-23
+                                                            : 0x1p-7;
   const Tensor exact = b.detach().to(torch::kDouble);
   const Tensor scale = exact.abs().clamp_min(least) * epsilon;
   return ((a.detach().to(torch::kDouble) - exact).abs() / scale).max().item<double>();
@@ -57,8 +60,9 @@ struct Kind {
 
 class AdamWAgainstTorch : public ::testing::TestWithParam<Kind> {};
 
-// Float types: the averages are computed by the same roundings; the parameter differs where LibTorch's vectorized square root is
-// not correctly rounded, by little against the way it went (20 steps of lr). Half types: LibTorch rounds after each of its operators, this kernel once.
+// Float types: the averages are computed by the same roundings; the parameter differs where LibTorch's vectorized
+// square root is not correctly rounded, by little against the way it went (20 steps of lr). Half types: LibTorch rounds
+// after each of its operators, this kernel once.
 TEST_P(AdamWAgainstTorch, NumbersAreThoseOfTorchAdamW) {
   const Kind kind = GetParam();
   const auto options = test_options().amsgrad(kind.amsgrad);
@@ -133,7 +137,8 @@ TEST(AdamW, SlicesHaveTheBitsOfTheWhole) {
           };
           ASSERT_TRUE(same(slice.param, whole.param)) << dtype << " " << start << " " << count;
           ASSERT_TRUE(same(slice.state.exp_avg(), whole.state.exp_avg())) << dtype << " " << start << " " << count;
-          ASSERT_TRUE(same(slice.state.exp_avg_sq(), whole.state.exp_avg_sq())) << dtype << " " << start << " " << count;
+          ASSERT_TRUE(same(slice.state.exp_avg_sq(), whole.state.exp_avg_sq()))
+              << dtype << " " << start << " " << count;
           ASSERT_TRUE(!amsgrad || same(slice.state.max_exp_avg_sq(), whole.state.max_exp_avg_sq()));
         }
       }

@@ -44,7 +44,8 @@ TEST(ClipGradNorm, ScalesAsTorchDoes) {
       EXPECT_NEAR(norm.item<double>(), expected, 1e-5 * expected) << norm_type;
       for (size_t i = 0; i < theirs.size(); ++i) {
         ASSERT_EQ(ours[i].grad().defined(), theirs[i].grad().defined());
-        EXPECT_TRUE(!ours[i].grad().defined() || torch::allclose(ours[i].grad(), theirs[i].grad(), 1e-5, 0)) << norm_type << " " << i;
+        EXPECT_TRUE(!ours[i].grad().defined() || torch::allclose(ours[i].grad(), theirs[i].grad(), 1e-5, 0))
+            << norm_type << " " << i;
       }
     }
   }

@@ -82,8 +82,7 @@ class ChildProcess {
 
  private:
   [[noreturn]] void become(
-      const std::vector<std::string>& arguments,
-      const std::map<std::string, std::string>& environment) const {
+      const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment) const {
     prctl(PR_SET_PDEATHSIG, SIGKILL); // goes with the test
     for (const char* name : {"GTEST_OUTPUT", "GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_SHARD_STATUS_FILE"}) {
       unsetenv(name); // meant for the test that starts it

@@ -12,10 +12,12 @@
 
 namespace fsdp::testing {
 
-/// An all-gather of strings among processes through files: needs no network. Every rank makes one for the same empty folder.
+/// An all-gather of strings among processes through files: needs no network. Every rank makes one for the same empty
+/// folder.
 class FileExchange {
  public:
-  FileExchange(std::filesystem::path folder, int rank, int size) : folder_(std::move(folder)), rank_(rank), size_(size) {}
+  FileExchange(std::filesystem::path folder, int rank, int size)
+      : folder_(std::move(folder)), rank_(rank), size_(size) {}
 
   std::vector<std::string> operator()(const std::string& mine) {
     ++round_;

@@ -26,9 +26,7 @@ namespace fsdp::testing {
 
 /// On threads of this process; each has a world of its own: `fsdp::rank()` and so on. Throws what the first rank threw.
 inline void on_threads(
-    int size,
-    const std::function<void()>& body,
-    std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
+    int size, const std::function<void()>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60)) {
   thread_group(size, body, timeout);
 }
 
@@ -166,8 +164,8 @@ inline void await(Children& children, const ProcessOptions& options) {
 
 } // namespace detail
 
-/// On processes of their own, started with the environment that torchrun would give them. `body` runs in them only. Fails the test
-/// with the first failing rank's output; no process outlives the call.
+/// On processes of their own, started with the environment that torchrun would give them. `body` runs in them only.
+/// Fails the test with the first failing rank's output; no process outlives the call.
 inline void on_processes(int size, const std::function<void()>& body, const ProcessOptions& options = {}) {
   const int call = detail::next_call();
   if (const char* mine = detail::call_of_child()) {
@@ -177,13 +175,13 @@ inline void on_processes(int size, const std::function<void()>& body, const Proc
     return; // an earlier call of the same test
   }
   const detail::TemporaryFolder folder;
-  auto children = detail::start(
-      {size, detail::current_test(), {{"FSDP_TEST_CALL", std::to_string(call)}}}, folder.path(), options);
+  auto children =
+      detail::start({size, detail::current_test(), {{"FSDP_TEST_CALL", std::to_string(call)}}}, folder.path(), options);
   detail::await(children, options);
 }
 
-/// Runs other tests of this program on processes, which is quicker than to start processes for each: the chosen tests are run by
-/// every rank, which `in_suite` tells them.
+/// Runs other tests of this program on processes, which is quicker than to start processes for each: the chosen tests
+/// are run by every rank, which `in_suite` tells them.
 inline void run_tests_on_processes(int size, const std::string& filter, const ProcessOptions& options = {}) {
   const detail::TemporaryFolder folder;
   auto children = detail::start({size, filter, {{"FSDP_TEST_SUITE", "1"}}}, folder.path(), options);

@@ -20,7 +20,7 @@ void divide_(const at::Tensor& tensor, double by) {
     return;
   }
   if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
-    tensor.div_(by, "trunc");
+    tensor.copy_(tensor.to(at::kDouble).div_(by)); // the conversion rounds toward zero
   } else {
     tensor.div_(by);
   }

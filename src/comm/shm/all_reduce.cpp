@@ -103,8 +103,8 @@ std::unique_ptr<Work> all_reduce_small(const CorePointer& core, AllReduce work, 
   return make_work(collectives_of(core), step);
 }
 
-// Three steps: each rank sums its part where it lies; fetches the others' parts; and, if they were read out of the tensor
-// itself, waits until they have been.
+// Three steps: each rank sums its part where it lies; fetches the others' parts; and, if they were read out of the
+// tensor itself, waits until they have been.
 std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Post& post) {
   Collectives& collectives = core->collectives;
   Publication publication(core->reach);
@@ -126,10 +126,14 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
 
 } // namespace
 
-std::unique_ptr<Work> all_reduce(const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
+std::unique_ptr<Work> all_reduce(
+    const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
   FSDP_CHECK(tensor.is_contiguous(), "[", label.operation, "] expected a contiguous tensor; call contiguous()");
   FSDP_CHECK(
-      op == ReduceOp::kSum || !tensor.is_complex(), "[", label.operation, "] complex numbers have no order; reduce them by sum");
+      op == ReduceOp::kSum || !tensor.is_complex(),
+      "[",
+      label.operation,
+      "] complex numbers have no order; reduce them by sum");
   const Numbers numbers = numbers_of(tensor.scalar_type(), label);
   Fingerprint print("all_reduce", label);
   print.add(static_cast<uint64_t>(tensor.numel()))

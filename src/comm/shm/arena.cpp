@@ -53,8 +53,8 @@ void free_tensor_memory(void* memory) {
   }
 }
 
-// [Note: one deleter] oneDNN allocates and frees through raw pointers, so the deleter gets nothing but the address: it tells by
-// the address where the memory came from, and the context is the address itself.
+// [Note: one deleter] oneDNN allocates and frees through raw pointers, so the deleter gets nothing but the address: it
+// tells by the address where the memory came from, and the context is the address itself.
 class TensorAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
@@ -144,7 +144,8 @@ void Arena::serve_tensors(int processes_on_host) {
 
 void* Arena::take(size_t bytes) {
   std::lock_guard lock(impl_->mutex);
-  FSDP_CHECK(!impl_->inherited, "[shared memory] a forked child cannot take its parent's place in a group; start a process");
+  FSDP_CHECK(
+      !impl_->inherited, "[shared memory] a forked child cannot take its parent's place in a group; start a process");
   void* memory = impl_->take(bytes, base_);
   FSDP_CHECK(
       memory,

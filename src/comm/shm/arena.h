@@ -9,8 +9,8 @@
 namespace fsdp::shm {
 
 /// Memory of this process that the other ranks can read: one segment, handed out in blocks.
-/// Tensors that lie in it need not be copied for others to read them. One per process; never destroyed, since LibTorch may free
-/// its blocks as late as at exit. Thread safe.
+/// Tensors that lie in it need not be copied for others to read them. One per process; never destroyed, since LibTorch
+/// may free its blocks as late as at exit. Thread safe.
 class Arena {
  public:
   static constexpr size_t kSmallestBlock = size_t{128} << 10; ///< smaller tensors come from the ordinary allocator
@@ -36,8 +36,8 @@ class Arena {
   uint64_t offset(const void* memory) const {
     return static_cast<uint64_t>(static_cast<const char*>(memory) - base_);
   }
-  /// While there are more starts than stops, all freed blocks are kept for the next request. Otherwise only a few are, and
-  /// memory goes back to the system.
+  /// While there are more starts than stops, all freed blocks are kept for the next request. Otherwise only a few are,
+  /// and memory goes back to the system.
   void start_keeping();
   void stop_keeping();
   size_t bytes_in_use() const;

@@ -32,8 +32,8 @@ std::shared_ptr<Segment> show(const std::string& text) {
   }
 }
 
-// `shown` is a segment's identity and the text that must be found in it. Process numbers alone prove nothing: other hosts and
-// namespaces use the same ones.
+// `shown` is a segment's identity and the text that must be found in it. Process numbers alone prove nothing: other
+// hosts and namespaces use the same ones.
 bool sees(const std::string& shown) {
   if (shown.size() <= sizeof(SegmentId)) {
     return false;

@@ -9,8 +9,8 @@
 
 namespace fsdp::shm {
 
-/// Where blocks lie in a range of addresses: best fit, cut to size, merged with free neighbours. Arithmetic only: it touches no
-/// memory, and equal calls give equal answers on every rank. Not thread safe.
+/// Where blocks lie in a range of addresses: best fit, cut to size, merged with free neighbours. Arithmetic only: it
+/// touches no memory, and equal calls give equal answers on every rank. Not thread safe.
 class Blocks {
  public:
   struct Block {

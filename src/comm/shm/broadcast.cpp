@@ -35,7 +35,13 @@ void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, cons
   const Members& members = *core->members;
   FSDP_CHECK(tensor.is_contiguous(), "[", label.operation, "] expected a contiguous tensor; call contiguous()");
   FSDP_CHECK(
-      root >= 0 && root < members.size(), "[", label.operation, "] expected a root below ", members.size(), ", got ", root);
+      root >= 0 && root < members.size(),
+      "[",
+      label.operation,
+      "] expected a root below ",
+      members.size(),
+      ", got ",
+      root);
   Fingerprint print("broadcast", label);
   print.add(tensor.nbytes()).add(static_cast<uint64_t>(tensor.scalar_type())).add(static_cast<uint64_t>(root));
   Collectives& collectives = core->collectives;
@@ -53,11 +59,11 @@ void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, cons
   };
   collectives.queue({.number = number, .root = root, .value = number, .run = run});
   // The root may change its tensor once all have read it. The others need not wait for each other.
-  const auto last = collectives.queue({
-      .number = number + 1,
-      .root = must_outlast ? -1 : members.rank(),
-      .counter = &RankSlot::finished,
-      .value = number});
+  const auto last = collectives.queue(
+      {.number = number + 1,
+       .root = must_outlast ? -1 : members.rank(),
+       .counter = &RankSlot::finished,
+       .value = number});
   collectives.finish(last);
 }
 

@@ -1,5 +1,6 @@
 #include "comm/shm/collectives.h"
 
+#include <exception>
 #include <string>
 #include <utility>
 
@@ -14,7 +15,8 @@ Post& Collectives::prepare(const Label& label, const Fingerprint& fingerprint) {
   return members_.mine().posts[(last_ + 1) % RankSlot::kPosts];
 }
 
-// A post may be overwritten only when nobody can want to read it any more. Enough for the longest collective, of three steps.
+// A post may be overwritten only when nobody can want to read it any more. Enough for the longest collective, of three
+// steps.
 void Collectives::await_room(const Label& label) {
   constexpr uint64_t kLongest = 3;
   const uint64_t needed = last_ + kLongest;
@@ -24,6 +26,7 @@ void Collectives::await_room(const Label& label) {
   const uint64_t overwritten = needed - RankSlot::kPosts;
   const auto mine_finished = [this] { return members_.mine().finished.load(std::memory_order_relaxed); };
   while (mine_finished() < overwritten) {
+    members_.throw_if_failed(label);
     finish(queue_.front());
   }
   members_.await_all(&RankSlot::finished, overwritten, label);
@@ -86,24 +89,37 @@ void Collectives::check_order(const Step& step, int rank) const {
   if (mine == theirs) {
     members_.fail(
         step.label,
-        me + " and " + they + " both call " + mine + ", but with different sizes, dtypes or arguments; they must agree");
+        me + " and " + they + " both call " + mine +
+            ", but with different sizes, dtypes or arguments; they must agree");
   }
   members_.fail(
       step.label,
-      me + " calls " + mine + " where " + they + " calls " + theirs + "; all ranks must call the same operations in the same order");
+      me + " calls " + mine + " where " + they + " calls " + theirs +
+          "; all ranks must call the same operations in the same order");
 }
 
 void Collectives::finish(const StepPointer& step) {
-  while (!step->done) {
-    if (advance()) {
-      continue;
+  try {
+    while (!step->done) {
+      members_.throw_if_failed(step->label);
+      await_front(step->label);
     }
-    const Step& front = *queue_.front();
-    const auto counter = front.part.counter;
-    const uint64_t value = front.part.value;
-    const int peer = front.arrived;
-    members_.await(peer, step->label, [&] { return (members_.slot(peer).*counter).load() >= value; });
+  } catch (const std::exception& error) {
+    members_.mark_failed(error.what());
+    queue_.clear(); // a step may refer to what goes with this exception
+    throw;
   }
+}
+
+void Collectives::await_front(const Label& label) {
+  if (advance()) {
+    return;
+  }
+  const Step& front = *queue_.front();
+  const auto counter = front.part.counter;
+  const uint64_t value = front.part.value;
+  const int peer = front.arrived;
+  members_.await(peer, label, [&] { return (members_.slot(peer).*counter).load() >= value; });
 }
 
 void Collectives::keep(uint64_t number, std::vector<at::Tensor> tensors, std::shared_ptr<char> block) {
@@ -131,6 +147,7 @@ void Collectives::await_kept(size_t limit, const Label& label) {
   while (kept_.size() > limit) {
     const uint64_t number = kept_.front().number;
     while (members_.mine().finished.load(std::memory_order_relaxed) < number) {
+      members_.throw_if_failed(label);
       finish(queue_.front());
     }
     members_.await_all(&RankSlot::finished, number, label);
@@ -149,7 +166,7 @@ class QueuedWork final : public Work {
     if (!last_step_->done) {
       collectives_->advance();
     }
-    return last_step_->done;
+    return last_step_->done || collectives_->members().failed(); // then `wait` throws at once
   }
   void wait() override {
     collectives_->finish(last_step_);

@@ -13,9 +13,9 @@
 
 namespace fsdp::shm {
 
-/// The collectives of one rank, in order. Each has a number, the same on all ranks. A rank *posts* what the others need to know
-/// about its part, *runs* its part once the others have posted theirs, and says that it has *finished* reading from them.
-/// Several may be posted and not finished. Same thread safety as Members.
+/// The collectives of one rank, in order. Each has a number, the same on all ranks. A rank *posts* what the others need
+/// to know about its part, *runs* its part once the others have posted theirs, and says that it has *finished* reading
+/// from them. Several may be posted and not finished. Same thread safety as Members.
 class Collectives final : public Background {
  public:
   /// One numbered part of a collective; most have one part only.
@@ -75,6 +75,7 @@ class Collectives final : public Background {
   };
 
   void await_room(const Label& label);
+  void await_front(const Label& label);
   bool arrived(Step& step);
   void check_order(const Step& step, int rank) const;
   bool all_finished(uint64_t number) const;

@@ -23,8 +23,8 @@ struct SharedLabel {
   }
 };
 
-/// What one rank says about one collective. Written before the rank's `posted` reaches the collective's number; it stays until
-/// every rank has finished that collective.
+/// What one rank says about one collective. Written before the rank's `posted` reaches the collective's number; it
+/// stays until every rank has finished that collective.
 struct alignas(64) Post {
   static constexpr size_t kWords = 40;
 

@@ -7,7 +7,11 @@
 namespace fsdp::shm {
 
 Core::Core(std::shared_ptr<Members> members_, Reach reach_)
-    : members(std::move(members_)), reach(std::move(reach_)), collectives(*members), phases(*members), fresh_homes(*members) {
+    : members(std::move(members_)),
+      reach(std::move(reach_)),
+      collectives(*members),
+      phases(*members),
+      fresh_homes(*members) {
   members->set_background(&collectives);
   members->family()->groups.push_back(members);
 }

@@ -39,16 +39,14 @@ inline std::shared_ptr<Collectives> collectives_of(const CorePointer& core) {
 
 // The collectives, one file each. The first two return once posted.
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label);
-std::unique_ptr<Work> all_reduce(const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
+std::unique_ptr<Work> all_reduce(
+    const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label);
 
 /// Every rank's bytes. Makes this rank's writes so far visible to a rank that reads alone.
 std::vector<std::string> exchange(const CorePointer& core, const std::string& bytes, const Label& label);
 
 std::shared_ptr<Home> make_home(
-    const CorePointer& core,
-    std::vector<Piece> pieces,
-    const HomeOptions& options,
-    const Label& label);
+    const CorePointer& core, std::vector<Piece> pieces, const HomeOptions& options, const Label& label);
 
 } // namespace fsdp::shm

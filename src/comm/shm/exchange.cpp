@@ -27,7 +27,8 @@ std::shared_ptr<char> fill(Post& post, const Core& core, const std::string& byte
 std::string read(const Core& core, int rank, uint64_t number) {
   const Post& post = core.collectives.post_of(rank, number);
   const size_t bytes = post.words[0];
-  const char* source = bytes <= kInlineBytes ? reinterpret_cast<const char*>(&post.words[2]) : core.reach.at(rank, post.words[2]);
+  const char* source =
+      bytes <= kInlineBytes ? reinterpret_cast<const char*>(&post.words[2]) : core.reach.at(rank, post.words[2]);
   return {source, bytes};
 }
 
@@ -45,14 +46,14 @@ std::vector<std::string> exchange(const CorePointer& core, const std::string& by
   const uint64_t number = core->collectives.commit();
   core->collectives.keep(number, {}, block);
   const auto step = core->collectives.queue({.number = number, .value = number, .run = [&, core = core.get()] {
-    const Members::Reading reading(*core->members, label);
-    for (int r = 0; r < core->members->size(); ++r) {
-      all.push_back(read(*core, r, number));
-      const uint64_t flags = core->collectives.post_of(r, number).words[1];
-      all_were_writing = all_were_writing && (flags & kWriting);
-      any_read_fresh = any_read_fresh || (flags & kReadFresh);
-    }
-  }});
+                                               const Members::Reading reading(*core->members, label);
+                                               for (int r = 0; r < core->members->size(); ++r) {
+                                                 all.push_back(read(*core, r, number));
+                                                 const uint64_t flags = core->collectives.post_of(r, number).words[1];
+                                                 all_were_writing = all_were_writing && (flags & kWriting);
+                                                 any_read_fresh = any_read_fresh || (flags & kReadFresh);
+                                               }
+                                             }});
   core->collectives.finish(step);
   core->collectives.release_kept();
   core->phases.resume(all_were_writing);

@@ -14,10 +14,11 @@ struct alignas(64) Progress {
 
 /// The homes that this rank has made and not gathered yet.
 ///
-/// [Note: fresh homes] A new home is written before it is read for the first time, and nobody needs to wait for that: a reader
-/// waits until every rank has published its first writes, by a gather of its own or, so that a rank may read alone, by any
-/// collective that waits for all ranks. After such a collective the home is fresh again unless some rank has read a fresh home.
-/// From then on writes and reads take turns: [Note: write phases]. Same thread safety as Members.
+/// [Note: fresh homes] A new home is written before it is read for the first time, and nobody needs to wait for that: a
+/// reader waits until every rank has published its first writes, by a gather of its own or, so that a rank may read
+/// alone, by any collective that waits for all ranks. After such a collective the home is fresh again unless some rank
+/// has read a fresh home. From then on writes and reads take turns: [Note: write phases]. Same thread safety as
+/// Members.
 class FreshHomes {
  public:
   /// One home's part of it.

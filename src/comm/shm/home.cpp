@@ -24,8 +24,8 @@ bool in_place(const Piece& piece) {
   return piece.stored == piece.gathered;
 }
 
-// Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast, in
-// scratch.
+// Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast,
+// in scratch.
 struct Layout {
   Layout(const std::vector<Piece>& pieces, int size) : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
     for (const Piece& piece : pieces) {
@@ -48,7 +48,8 @@ struct Layout {
 
 // What a home and what was gathered from it have in common; it outlives both.
 struct HomeState {
-  HomeState(CorePointer core_, std::vector<Piece> pieces_) : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size()) {
+  HomeState(CorePointer core_, std::vector<Piece> pieces_)
+      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size()) {
     ++core->homes;
   }
   ~HomeState() {
@@ -142,7 +143,8 @@ class GatheredPieces final : public Gathered {
     if (piece.length(rank) == 0) {
       return;
     }
-    char* target = state_->scratch->writable(region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
+    char* target =
+        state_->scratch->writable(region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
     at::from_blob(target, {piece.length(rank)}, piece.gathered)
         .copy_(at::from_blob(state_->slice(index), {piece.length(rank)}, piece.stored));
   }
@@ -192,13 +194,24 @@ class SharedHome final : public Home {
 void check(const std::vector<Piece>& pieces, const HomeOptions& options, int size, const Label& label) {
   FSDP_CHECK(
       options.device.is_cpu(),
-      "[", label.operation, "] the shared-memory group holds parameters on the CPU, asked for ", options.device.str(),
+      "[",
+      label.operation,
+      "] the shared-memory group holds parameters on the CPU, asked for ",
+      options.device.str(),
       "; use the backend of that device");
   for (size_t i = 0; i < pieces.size(); ++i) {
     FSDP_CHECK(
         pieces[i].chunk * size >= pieces[i].numel,
-        "[", label.operation, "] expected slices of ", size, " ranks that cover ", pieces[i].numel, " elements of piece ", i,
-        ", got chunks of ", pieces[i].chunk);
+        "[",
+        label.operation,
+        "] expected slices of ",
+        size,
+        " ranks that cover ",
+        pieces[i].numel,
+        " elements of piece ",
+        i,
+        ", got chunks of ",
+        pieces[i].chunk);
   }
 }
 
@@ -249,7 +262,8 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
   }
 }
 
-// Whether the ranks need a new scratch: homes are not destroyed at one moment everywhere, so some may have none any more.
+// Whether the ranks need a new scratch: homes are not destroyed at one moment everywhere, so some may have none any
+// more.
 bool agree_on_scratch(HomeState& state, const Label& label) {
   state.scratch = state.layout.any_cast ? state.core->scratch.lock() : nullptr;
   const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
@@ -270,14 +284,12 @@ bool agree_on_scratch(HomeState& state, const Label& label) {
 } // namespace
 
 std::shared_ptr<Home> make_home(
-    const CorePointer& core,
-    std::vector<Piece> pieces,
-    const HomeOptions& options,
-    const Label& label) {
+    const CorePointer& core, std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
   check(pieces, options, core->members->size(), label);
   auto state = std::make_shared<HomeState>(core, std::move(pieces));
   const bool new_scratch = agree_on_scratch(*state, label);
-  const Offer offer = core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
+  const Offer offer =
+      core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
   const std::string offered = exchange(core, offer.packed(), label)[0];
   std::string error;
   try {

@@ -23,7 +23,10 @@ struct Greeting {
     Greeting greeting;
     FSDP_CHECK(
         bytes.size() == sizeof(greeting),
-        "[join shared-memory group] expected a greeting of ", sizeof(greeting), " bytes, got ", bytes.size(),
+        "[join shared-memory group] expected a greeting of ",
+        sizeof(greeting),
+        " bytes, got ",
+        bytes.size(),
         "; all ranks must run the same build");
     std::memcpy(&greeting, bytes.data(), sizeof(greeting));
     return greeting;

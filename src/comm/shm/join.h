@@ -16,8 +16,8 @@ struct Joining {
   bool arena = false;
 };
 
-/// Meets the other ranks in a control segment that rank 0 makes, and maps their arenas. Calls `exchange` a fixed number of
-/// times, also when it fails; then it fails on every rank.
+/// Meets the other ranks in a control segment that rank 0 makes, and maps their arenas. Calls `exchange` a fixed number
+/// of times, also when it fails; then it fails on every rank.
 CorePointer join(const Joining& joining, const Exchange& exchange);
 
 /// The group around a core.

@@ -110,8 +110,8 @@ void Members::publish(Counter& counter, uint64_t value) {
   wake_waiting();
 }
 
-// [Note: no lost wake-up] A waiter says that it sleeps, then looks once more. A publisher changes the counter, then looks for
-// sleepers. All four are sequentially consistent, so at least one sees the other.
+// [Note: no lost wake-up] A waiter says that it sleeps, then looks once more. A publisher changes the counter, then
+// looks for sleepers. All four are sequentially consistent, so at least one sees the other.
 void Members::wake_waiting() const {
   for (int r = 0; r < size(); ++r) {
     const int32_t whom = slot(r).wakes_for.load();
@@ -187,8 +187,8 @@ std::string Members::last_words(int peer) const {
 
 std::string Members::fate(int peer) const {
   const bool left = slot(peer).presence.load() == Presence::kLeft;
-  return "rank " + std::to_string(peer) + (left ? " has left the group" : " has died") + " (its last operation: " +
-      last_words(peer) + ")";
+  return "rank " + std::to_string(peer) + (left ? " has left the group" : " has died") +
+         " (its last operation: " + last_words(peer) + ")";
 }
 
 // Who holds everybody up: the awaited rank may itself be waiting for another.
@@ -204,7 +204,10 @@ int Members::culprit(int peer) const {
 }
 
 void Members::fail_waiting(const Label& label, int peer, const std::string& what) {
-  fail(label, "rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) + in_unit(label.unit) + ": " + what);
+  fail(
+      label,
+      "rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) + in_unit(label.unit) + ": " +
+          what);
 }
 
 void Members::fail(const Label& label, const std::string& what) {

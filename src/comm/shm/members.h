@@ -16,7 +16,8 @@ namespace fsdp::shm {
 
 class Members;
 
-/// The groups of one rank that stem from one another by `split`: if one fails, the rank cannot keep its promises in the others.
+/// The groups of one rank that stem from one another by `split`: if one fails, the rank cannot keep its promises in the
+/// others.
 struct Family {
   std::vector<std::weak_ptr<Members>> groups;
   int ranks_on_host; ///< those of the largest group: they share the cores
@@ -31,8 +32,8 @@ class Background {
   virtual bool advance() = 0;
 };
 
-/// The ranks of a group as one of them sees them: tells them what it does, waits for them, and finds out when one is gone.
-/// Not thread safe: one thread per rank.
+/// The ranks of a group as one of them sees them: tells them what it does, waits for them, and finds out when one is
+/// gone. Not thread safe: one thread per rank.
 class Members {
  public:
   struct Place {

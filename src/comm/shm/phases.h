@@ -8,11 +8,11 @@ namespace fsdp::shm {
 
 /// The order between one rank's writes to its slices and the others' reads.
 ///
-/// [Note: write phases] All homes of a group are written in turns with being read. A rank enters write phase e with its first
-/// write after a gather, and leaves it with its next gather. It may write once every other rank has entered phase e too: none of
-/// them reads any more what phase e - 1 left behind. It may read once every other rank has left phase e. While nobody writes,
-/// gathers wait for nothing, so that one rank may read alone. A home that was never gathered is outside of this: see
-/// [Note: fresh homes]. Same thread safety as Members.
+/// [Note: write phases] All homes of a group are written in turns with being read. A rank enters write phase e with its
+/// first write after a gather, and leaves it with its next gather. It may write once every other rank has entered phase
+/// e too: none of them reads any more what phase e - 1 left behind. It may read once every other rank has left phase e.
+/// While nobody writes, gathers wait for nothing, so that one rank may read alone. A home that was never gathered is
+/// outside of this: see [Note: fresh homes]. Same thread safety as Members.
 class Phases {
  public:
   explicit Phases(Members& members) : members_(members) {}
@@ -25,8 +25,8 @@ class Phases {
   bool readable();
   void await_readable(const Label& label);
 
-  /// After a collective before which every rank has called `publish_writes`. If all of them were writing they go on, in a phase
-  /// that they all enter at once.
+  /// After a collective before which every rank has called `publish_writes`. If all of them were writing they go on, in
+  /// a phase that they all enter at once.
   void resume(bool all_were_writing);
   bool writing() const {
     return writing_;

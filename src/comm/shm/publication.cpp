@@ -83,8 +83,11 @@ Numbers numbers_of(c10::ScalarType dtype, const Label& label) {
       return {Number::kBool, 1};
     default:
       fail(
-          "[", label.operation, "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
-          c10::toString(dtype), "; convert first");
+          "[",
+          label.operation,
+          "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
+          c10::toString(dtype),
+          "; convert first");
   }
 }
 

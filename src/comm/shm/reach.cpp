@@ -27,9 +27,12 @@ const char* Reach::at(int rank, uint64_t word) const {
 
 std::shared_ptr<char> Reach::take(size_t bytes) const {
   if (one_process_) {
-    return {static_cast<char*>(::operator new(bytes, kAlignment)), [](char* memory) { ::operator delete(memory, kAlignment); }};
+    return {static_cast<char*>(::operator new(bytes, kAlignment)), [](char* memory) {
+              ::operator delete(memory, kAlignment);
+            }};
   }
-  return {static_cast<char*>(Arena::of_process().take(bytes)), [](char* memory) { Arena::of_process().give_back(memory); }};
+  return {
+      static_cast<char*>(Arena::of_process().take(bytes)), [](char* memory) { Arena::of_process().give_back(memory); }};
 }
 
 } // namespace fsdp::shm

@@ -8,8 +8,8 @@
 
 namespace fsdp::shm {
 
-/// What the ranks of a group can read of each other's memory, and how they name it: by its address where ranks are threads, by
-/// its place in the arena where they are processes.
+/// What the ranks of a group can read of each other's memory, and how they name it: by its address where ranks are
+/// threads, by its place in the arena where they are processes.
 class Reach {
  public:
   /// `arenas[r]` is rank r's arena; null for ranks of this process.

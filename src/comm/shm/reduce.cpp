@@ -11,7 +11,8 @@ namespace {
 // Small enough for a block of the result to stay in the first-level cache while each rank's numbers are added to it.
 constexpr int64_t kBlock = 2048;
 
-// Half types, stored as their bits. The conversions are branch-free integer arithmetic, so that they vectorize anywhere.
+// Half types, stored as their bits. The conversions are branch-free integer arithmetic, so that they vectorize
+// anywhere.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -31,14 +32,15 @@ inline __attribute__((always_inline)) BFloat16 to_bfloat16(float value) {
   return {static_cast<uint16_t>(is_nan ? 0x7fc0 : (bits + to_nearest_even) >> 16)};
 }
 
-// Normal numbers: exponent and mantissa move to their places in a float and the exponent's bias is corrected. Subnormal ones
-// are integers times 2^-24.
+// Normal numbers: exponent and mantissa move to their places in a float and the exponent's bias is corrected. Subnormal
+// ones are integers times 2^-24.
 inline __attribute__((always_inline)) float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t exponent = value.bits & 0x7c00;
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
   const uint32_t normal = shifted + (exponent == 0x7c00 ? 0x70000000u : 0x38000000u); // infinity and NaN: all ones
-  const uint32_t subnormal = std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(value.bits & 0x3ff)) * 0x1p-24f);
+  const uint32_t subnormal =
+      std::bit_cast<uint32_t>(static_cast<float>(static_cast<int32_t>(value.bits & 0x3ff)) * 0x1p-24f);
   return std::bit_cast<float>(sign | (exponent == 0 ? subnormal : normal));
 }
 

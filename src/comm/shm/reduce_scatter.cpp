@@ -18,21 +18,47 @@ void check(const ReduceScatter& args, const Members& members, const Label& label
   const size_t count = args.wholes.size();
   FSDP_CHECK(
       args.chunks.size() == count && args.slices.size() == count,
-      "[", label.operation, "] expected as many chunks and slices as whole tensors (", count, "), got ", args.chunks.size(),
-      " and ", args.slices.size());
+      "[",
+      label.operation,
+      "] expected as many chunks and slices as whole tensors (",
+      count,
+      "), got ",
+      args.chunks.size(),
+      " and ",
+      args.slices.size());
   for (size_t i = 0; i < count; ++i) {
     const Piece piece = piece_of(args, i);
     FSDP_CHECK(
         args.wholes[i].is_contiguous() && args.slices[i].is_contiguous(),
-        "[", label.operation, "] expected contiguous tensors, number ", i, " is not; call contiguous()");
+        "[",
+        label.operation,
+        "] expected contiguous tensors, number ",
+        i,
+        " is not; call contiguous()");
     FSDP_CHECK(
         args.slices[i].scalar_type() == piece.stored,
-        "[", label.operation, "] expected a result of ", c10::toString(piece.stored), ", number ", i, " is ",
+        "[",
+        label.operation,
+        "] expected a result of ",
+        c10::toString(piece.stored),
+        ", number ",
+        i,
+        " is ",
         c10::toString(args.slices[i].scalar_type()));
     FSDP_CHECK(
         piece.chunk * members.size() >= piece.numel && args.slices[i].numel() == piece.length(members.rank()),
-        "[", label.operation, "] expected a result of ", piece.length(members.rank()), " elements for tensor number ", i, " of ",
-        piece.numel, " in chunks of ", piece.chunk, ", got ", args.slices[i].numel());
+        "[",
+        label.operation,
+        "] expected a result of ",
+        piece.length(members.rank()),
+        " elements for tensor number ",
+        i,
+        " of ",
+        piece.numel,
+        " in chunks of ",
+        piece.chunk,
+        ", got ",
+        args.slices[i].numel());
   }
 }
 
@@ -40,7 +66,9 @@ Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
   Fingerprint print("reduce_scatter", label);
   for (size_t i = 0; i < args.wholes.size(); ++i) {
     const Piece piece = piece_of(args, i);
-    print.add(static_cast<uint64_t>(piece.numel)).add(static_cast<uint64_t>(piece.chunk)).add(static_cast<uint64_t>(piece.stored));
+    print.add(static_cast<uint64_t>(piece.numel))
+        .add(static_cast<uint64_t>(piece.chunk))
+        .add(static_cast<uint64_t>(piece.stored));
   }
   return print;
 }
@@ -70,9 +98,9 @@ void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64
   const size_t offset = static_cast<size_t>(piece.begin(rank)) * args.wholes[index].element_size();
   std::vector<const void*> sources;
   for (int r = 0; r < core.members->size(); ++r) {
-    const char* whole = r == rank
-        ? static_cast<const char*>(args.wholes[index].const_data_ptr())
-        : Publication::find(core.reach, core.collectives.post_of(r, number), r, index, args.wholes.size());
+    const char* whole =
+        r == rank ? static_cast<const char*>(args.wholes[index].const_data_ptr())
+                  : Publication::find(core.reach, core.collectives.post_of(r, number), r, index, args.wholes.size());
     sources.push_back(whole + offset);
   }
   const Numbers numbers = numbers_of(piece.stored, label);
@@ -100,15 +128,13 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
 
   const uint64_t number = collectives.commit();
   collectives.keep(number, args.wholes, publication.block());
-  const auto step = collectives.queue({
-      .number = number,
-      .value = number,
-      .run = [core = core.get(), args = std::move(args), label, number] {
-        const Members::Reading reading(*core->members, label);
-        for (size_t i = 0; i < args.wholes.size(); ++i) {
-          sum_slice(*core, args, i, number, label);
-        }
-      }});
+  const auto step = collectives.queue(
+      {.number = number, .value = number, .run = [core = core.get(), args = std::move(args), label, number] {
+         const Members::Reading reading(*core->members, label);
+         for (size_t i = 0; i < args.wholes.size(); ++i) {
+           sum_slice(*core, args, i, number, label);
+         }
+       }});
   return make_work(collectives_of(core), step);
 }
 

@@ -10,9 +10,9 @@
 
 namespace fsdp::shm {
 
-/// Memory of a group for what is gathered in another dtype than it is stored in. Every rank hands out the same regions without a
-/// word to the others, since all gather and release in the same order; a region freed is used again without page faults.
-/// It lives as long as homes use it. Same thread safety as Members.
+/// Memory of a group for what is gathered in another dtype than it is stored in. Every rank hands out the same regions
+/// without a word to the others, since all gather and release in the same order; a region freed is used again without
+/// page faults. It lives as long as homes use it. Same thread safety as Members.
 class Scratch {
  public:
   struct Region {

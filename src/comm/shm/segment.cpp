@@ -143,7 +143,8 @@ void Segment::hide() {
 
 void Segment::punch(size_t offset, size_t bytes) const {
   if (own_fd_ >= 0) {
-    fallocate(own_fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
+    fallocate(
+        own_fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, static_cast<off_t>(offset), static_cast<off_t>(bytes));
   }
 }
 

@@ -21,9 +21,9 @@ struct SegmentId {
 
 enum class Access { kRead, kWrite, kReadAndWrite };
 
-/// Memory that ranks share: a memfd and this process's mappings of it. A memfd has no name in any file system, so nothing is
-/// left behind however the processes end. Ranks that are threads of one process get one and the same Segment.
-/// Immutable after creation except for `hide`; thread safe.
+/// Memory that ranks share: a memfd and this process's mappings of it. A memfd has no name in any file system, so
+/// nothing is left behind however the processes end. Ranks that are threads of one process get one and the same
+/// Segment. Immutable after creation except for `hide`; thread safe.
 class Segment {
  public:
   /// A new segment of zeros; pages come with the first write.

@@ -10,8 +10,8 @@
 
 namespace fsdp::shm {
 
-/// A short text in shared memory that others may read at any moment: they may see a mix of two texts, never anything worse.
-/// Too long texts lose their beginning, since the end of a unit's name tells more.
+/// A short text in shared memory that others may read at any moment: they may see a mix of two texts, never anything
+/// worse. Too long texts lose their beginning, since the end of a unit's name tells more.
 template <size_t kBytes>
 class Text {
  public:

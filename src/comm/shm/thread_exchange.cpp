@@ -21,7 +21,8 @@ std::vector<std::string> ThreadExchange::exchange(int rank, const std::string& m
   if (round_ == round) {
     throw CommError(
         "[join thread group] rank " + std::to_string(rank) +
-        (came ? " was left alone by rank " + std::to_string(left_) : std::string(" waited in vain for the other threads")));
+        (came ? " was left alone by rank " + std::to_string(left_)
+              : std::string(" waited in vain for the other threads")));
   }
   return complete_;
 }

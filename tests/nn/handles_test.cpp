@@ -1,0 +1,362 @@
+// A handle is whole to whoever reads it, and a write to it outside a step reaches the shards.
+
+#include <torch/script.h>
+
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/parity.h"
+#include "nn/subjects.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+class Handles : public ::testing::TestWithParam<int> {};
+
+at::Tensor whole_of(const nn::Module& module, const std::string& name) {
+  for (const auto& [path, shard] : named_parameters(module)) {
+    if (path == name) {
+      return sharded(shard).full_tensor();
+    }
+  }
+  throw std::runtime_error("no parameter " + name);
+}
+
+TEST_P(Handles, MetadataAndViewsAreNoTouch) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(6, 4);
+    auto unit = fully_shard(*model).unit();
+    EXPECT_EQ(model->weight.sizes(), (std::vector<int64_t>{4, 6}));
+    EXPECT_EQ(model->weight.t().size(0), 6);
+    auto view = model->weight.detach().view({24}).narrow(0, 3, 5);
+    EXPECT_EQ(torch::empty_like(model->weight).numel(), 24);
+    EXPECT_EQ(unit->state(), engine::UnitState::kSharded);
+    EXPECT_EQ(view.clone().numel(), 5); // a read through a view
+    EXPECT_EQ(unit->state(), engine::UnitState::kWhole);
+  });
+}
+
+TEST_P(Handles, AOneRankMayReadAlone) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(6, 4);
+    fully_shard(*model);
+    if (rank() == 0) {
+      EXPECT_GT(model->weight.norm().item<float>(), 0);
+    }
+    barrier();
+  });
+}
+
+TEST_P(Handles, AWriteOutsideAStepReachesTheShards) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    torch::NoGradGuard no_grad;
+    const auto values = torch::arange(15, torch::kFloat).view({3, 5});
+    model[0]->as<nn::Linear>()->weight.copy_(values);
+    model[0]->as<nn::Linear>()->bias.fill_(3);
+    model[1]->as<nn::Linear>()->weight.mul_(0);
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), values));
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.bias"), torch::full({3}, 3.0)));
+    EXPECT_TRUE(torch::equal(whole_of(*model, "1.weight"), torch::zeros({2, 3})));
+    EXPECT_TRUE(torch::equal(model[0]->as<nn::Linear>()->weight * 1, values));
+  });
+}
+
+TEST_P(Handles, ApplyInitializesAShardedModel) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    model->apply([](nn::Module& module) {
+      if (auto* linear = module.as<nn::Linear>()) {
+        torch::NoGradGuard no_grad;
+        linear->weight.fill_(0.5);
+        linear->bias.zero_();
+      }
+    });
+    auto y = model->forward(torch::ones({1, 5}));
+    EXPECT_TRUE(torch::equal(y, torch::full({1, 2}, 2.5 * 0.5 * 3)));
+  });
+}
+
+TEST_P(Handles, ShardsWrittenByUsersAreSeenByTheNextForward) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(5, 3);
+    fully_shard(*model);
+    for (int round = 1; round <= 3; ++round) {
+      {
+        torch::NoGradGuard no_grad;
+        for (auto& shard : model->parameters()) {
+          shard.fill_(round);
+        }
+      }
+      EXPECT_TRUE(torch::equal(model->forward(torch::ones({1, 5})), torch::full({1, 3}, 6.0 * round)));
+    }
+  });
+}
+
+TEST_P(Handles, InferenceModeAndNoGrad) {
+  on_threads(GetParam(), [] {
+    auto subject = make_seeded({.make = [] { return subjects::tied(); }});
+    barrier();
+    const float wanted = subject.loss(0, 0).item<float>();
+    for (auto& part : subject.parts) {
+      fully_shard(*part);
+    }
+    fully_shard(*subject.module);
+    {
+      c10::InferenceMode inference;
+      EXPECT_EQ(subject.loss(0, 0).item<float>(), wanted);
+    }
+    torch::NoGradGuard no_grad;
+    EXPECT_EQ(subject.loss(0, 0).item<float>(), wanted);
+  });
+}
+
+TEST_P(Handles, ChangingTheDtypeAfterSharding) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(5, 3);
+    fully_shard(*model);
+    model->forward(torch::ones({1, 5})).sum().backward();
+    model->zero_grad();
+    model->to(torch::kDouble);
+    auto loss = model->forward(torch::ones({1, 5}, torch::kDouble)).sum();
+    EXPECT_EQ(loss.scalar_type(), torch::kDouble);
+    loss.backward();
+    for (const auto& shard : model->parameters()) {
+      EXPECT_EQ(shard.scalar_type(), torch::kDouble);
+      EXPECT_TRUE(is_sharded(shard));
+      EXPECT_EQ(shard.grad().scalar_type(), torch::kDouble);
+    }
+  });
+}
+
+TEST_P(Handles, FreezingAfterSharding) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(5, 3);
+    fully_shard(*model);
+    for (int round = 0; round < 2; ++round) {
+      const bool trainable = round == 1;
+      model->named_parameters()["weight"].set_requires_grad(trainable);
+      model->zero_grad();
+      model->forward(torch::ones({1, 5})).sum().backward();
+      EXPECT_EQ(model->named_parameters()["weight"].grad().defined(), trainable);
+      EXPECT_TRUE(model->named_parameters()["bias"].grad().defined());
+    }
+  });
+}
+
+TEST_P(Handles, TwoForwardsBeforeOneBackwardAndTwoBackwards) {
+  on_threads(GetParam(), [] {
+    auto subject = make_seeded({.make = [] { return subjects::tied(); }});
+    barrier();
+    for (auto& part : subject.parts) {
+      fully_shard(*part);
+    }
+    fully_shard(*subject.module);
+    auto gradient = [&] { return sharded(parameters(*subject.module)[0]).full_grad(); };
+    (subject.loss(0, 0) + subject.loss(0, 1)).backward();
+    const auto together = gradient();
+    subject.module->zero_grad();
+    auto first = subject.loss(0, 0), second = subject.loss(0, 1);
+    first.backward();
+    second.backward();
+    EXPECT_TRUE(torch::allclose(gradient(), together));
+    subject.module->zero_grad();
+    auto again = subject.loss(0, 0);
+    again.backward({}, /*retain_graph=*/true);
+    const auto once = gradient();
+    again.backward();
+    EXPECT_TRUE(torch::equal(gradient(), once + once));
+  });
+}
+
+TEST_P(Handles, SummonGivesWholePlainParameters) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    model->forward(torch::ones({2, 5})).sum().backward();
+    const auto gradient = sharded(model->parameters()[0]).full_grad();
+    {
+      auto guard = summon_full_params(*model, {.with_grads = true});
+      for (const auto& item : model->named_parameters()) {
+        EXPECT_FALSE(is_sharded(item.value()));
+      }
+      auto weight = model->named_parameters()["0.weight"];
+      EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{3, 5}));
+      EXPECT_TRUE(torch::equal(weight.grad(), gradient));
+      torch::NoGradGuard no_grad;
+      weight.fill_(2);
+      EXPECT_TRUE(torch::equal(model[0]->as<nn::Linear>()->weight + 0, torch::full({3, 5}, 2.0)));
+    }
+    EXPECT_TRUE(is_sharded(model->parameters()[0]));
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), torch::full({3, 5}, 2.0)));
+    {
+      auto guard = summon_full_params(*model, {.writeback = false, .rank0_only = true, .offload_to_cpu = true});
+      EXPECT_EQ(is_sharded(model->parameters()[0]), rank() != 0);
+      if (rank() == 0) {
+        torch::NoGradGuard no_grad;
+        model->parameters()[0].fill_(9);
+      }
+    }
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), torch::full({3, 5}, 2.0)));
+    {
+      auto guard = summon_full_params(*model, {.recurse = false});
+      EXPECT_TRUE(is_sharded(model->named_parameters()["0.weight"]));
+      EXPECT_FALSE(is_sharded(model->named_parameters()["1.weight"]));
+    }
+  });
+}
+
+struct CopyableImpl : nn::Cloneable<CopyableImpl> {
+  CopyableImpl() {
+    CopyableImpl::reset();
+  }
+  void reset() override {
+    first = register_module("first", nn::Linear(5, 4));
+    second = register_module("second", nn::Linear(4, 3));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return second(torch::tanh(first(x)));
+  }
+  nn::Linear first{nullptr}, second{nullptr};
+};
+
+TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model, {.reshard_after_forward = true});
+    model->named_parameters()["first.bias"].set_requires_grad(false);
+    auto copy = fsdp::clone(model);
+    EXPECT_TRUE(is_fsdp(*copy->first));
+    EXPECT_FALSE(copy->named_parameters()["first.bias"].requires_grad());
+    const auto x = torch::ones({2, 5});
+    EXPECT_TRUE(torch::equal(copy->forward(x), model->forward(x)));
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& shard : model->parameters()) {
+        shard.fill_(1);
+      }
+      for (auto& shard : copy->parameters()) {
+        shard.fill_(0);
+      }
+    }
+    ema_update_(*copy, *model, 0.75);
+    EXPECT_TRUE(torch::equal(whole_of(*copy, "second.weight"), torch::full({3, 4}, 0.25)));
+    EXPECT_TRUE(torch::equal(whole_of(*model, "second.weight"), torch::ones({3, 4})));
+  });
+}
+
+TEST_P(Handles, TorchScriptModulesTrain) {
+  const auto file = std::filesystem::temp_directory_path() / ("fsdp_script_" + std::to_string(getpid()) + ".pt");
+  {
+    torch::jit::Module module("Net");
+    torch::manual_seed(0);
+    module.register_parameter("weight", torch::randn({3, 5}).requires_grad_(), /*is_buffer=*/false);
+    module.register_parameter("bias", torch::randn({3}).requires_grad_(), /*is_buffer=*/false);
+    module.define("def forward(self, x):\n  return torch.tanh(torch.matmul(x, self.weight.t()) + self.bias)\n");
+    module.save(file.string());
+  }
+  auto train = [&](bool sharded_run) {
+    auto module = torch::jit::load(file.string());
+    if (sharded_run) {
+      fully_shard(module);
+    }
+    std::vector<at::Tensor> shards = parameters(module);
+    torch::optim::AdamW optimizer(shards, torch::optim::AdamWOptions(1e-2));
+    std::vector<float> losses;
+    for (int step = 0; step < 4; ++step) {
+      optimizer.zero_grad();
+      auto loss = module.forward({torch::ones({2, 5})}).toTensor().pow(2).mean();
+      loss.backward();
+      optimizer.step();
+      losses.push_back(loss.item<float>());
+    }
+    return losses;
+  };
+  const auto wanted = train(false);
+  on_threads(GetParam(), [&] { EXPECT_EQ(train(true), wanted); });
+  std::filesystem::remove(file);
+}
+
+TEST_P(Handles, DescribeListsTheUnits) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0], {.mp_policy = {.param_dtype = torch::kBFloat16}});
+    fully_shard(*model);
+    const auto description = describe(*model);
+    ASSERT_EQ(description.units.size(), 2u);
+    EXPECT_EQ(description.units[0].name, "0");
+    EXPECT_EQ(description.units[0].numel, 18);
+    EXPECT_EQ(description.units[0].dtype, "float32 -> bfloat16");
+    EXPECT_EQ(description.units[0].bytes_whole, 36);
+    EXPECT_EQ(description.units[0].policy, "reshard");
+    EXPECT_EQ(description.units[1].name, "(root)");
+    EXPECT_EQ(description.units[1].policy, "keep");
+    EXPECT_NE(description.str().find("This rank keeps"), std::string::npos);
+    EXPECT_GE(description.bytes_peak, description.bytes_shard);
+  });
+}
+
+struct EncoderImpl : nn::Module {
+  EncoderImpl() : linear(register_module("linear", nn::Linear(4, 4))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    seen = x.scalar_type();
+    return linear(x);
+  }
+  at::Tensor encode(const at::Tensor& x) {
+    return forward(x);
+  }
+  nn::Linear linear;
+  c10::ScalarType seen = torch::kFloat;
+};
+FSDP_MODULE(Encoder);
+
+TEST_P(Handles, BoundariesCast) {
+  on_threads(GetParam(), [] {
+    Encoder model;
+    const auto x = torch::ones({2, 4});
+    fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kDouble}});
+    EXPECT_EQ(model(x).scalar_type(), torch::kDouble);
+    EXPECT_EQ(model->seen, torch::kBFloat16);
+    EXPECT_EQ(model->forward(x).scalar_type(), torch::kBFloat16); // no boundary, but matrix products take what they are given
+    EXPECT_EQ(model->seen, torch::kFloat);
+    EXPECT_EQ(call_method(model, "encode", &EncoderImpl::encode, x).scalar_type(), torch::kBFloat16);
+    register_fsdp_forward_method(*model, "encode");
+    EXPECT_EQ(call_method(model, "encode", &EncoderImpl::encode, x).scalar_type(), torch::kDouble);
+  });
+}
+
+TEST_P(Handles, EverythingIsFreedWithTheModel) {
+  on_threads(GetParam(), [] {
+    std::weak_ptr<engine::Unit> root, part;
+    {
+      nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+      part = fully_shard(*model[0]).unit();
+      root = fully_shard(*model).unit();
+      torch::optim::AdamW optimizer(model->parameters());
+      model->forward(torch::ones({2, 5})).sum().backward();
+      optimizer.step();
+      EXPECT_FALSE(part.expired());
+    }
+    EXPECT_TRUE(part.expired());
+    EXPECT_TRUE(root.expired());
+    {
+      nn::Sequential model(nn::Linear(5, 3));
+      part = fully_shard(*model[0]).unit();
+      root = fully_shard(*model).unit(); // without parameters of its own
+    }
+    EXPECT_TRUE(part.expired());
+    EXPECT_TRUE(root.expired());
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Handles, ::testing::Values(1, 2, 3, 4));
+
+} // namespace
+} // namespace fsdp::testing

@@ -1,0 +1,258 @@
+// Modules of many kinds train as they are, on 1 to 4 ranks, bit for bit as unsharded.
+
+#include "nn/parity.h"
+#include "nn/subjects.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+class Modules : public ::testing::TestWithParam<int> {
+ protected:
+  void train(MakeSubject make, FullyShardOptions options = {}) {
+    expect_parity({.make = std::move(make), .options = std::move(options), .steps = 4}, GetParam());
+  }
+};
+
+template <typename Loss>
+Subject subject_of(std::shared_ptr<nn::Module> module, Loss loss, std::vector<std::shared_ptr<nn::Module>> parts = {}) {
+  return {std::move(module), std::move(loss), std::move(parts)};
+}
+
+TEST_P(Modules, ConvolutionsWithBatchNorm) {
+  train([] {
+    nn::Sequential model(
+        nn::Conv2d(nn::Conv2dOptions(3, 5, 3).padding(1)), nn::GroupNorm(nn::GroupNormOptions(5, 5)), nn::ReLU(),
+        nn::ConvTranspose2d(nn::ConvTranspose2dOptions(5, 2, 2)), nn::Flatten(), nn::Linear(2 * 49, 3), nn::PReLU());
+    return subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable { return model->forward(subjects::data(rank, step, {2, 3, 6, 6})).pow(2).mean(); },
+        {model[0], model[5]});
+  });
+}
+
+TEST_P(Modules, Recurrent) {
+  train([] {
+    struct NetImpl : nn::Module {
+      NetImpl() {
+        embedding = register_module("embedding", nn::Embedding(9, 5));
+        lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(5, 6).num_layers(2).batch_first(true)));
+        gru = register_module("gru", nn::GRU(nn::GRUOptions(6, 4).batch_first(true).bidirectional(true)));
+        head = register_module("head", nn::Linear(8, 9));
+      }
+      nn::Embedding embedding{nullptr};
+      nn::LSTM lstm{nullptr};
+      nn::GRU gru{nullptr};
+      nn::Linear head{nullptr};
+    };
+    auto net = std::make_shared<NetImpl>();
+    return subject_of(
+        net,
+        [net](int rank, int step) {
+          auto ids = subjects::tokens(rank, step, {2, 6}, 9);
+          auto x = std::get<0>(net->lstm(net->embedding(ids)));
+          return nn::functional::cross_entropy(net->head(std::get<0>(net->gru(x))).flatten(0, 1), ids.flatten());
+        },
+        {net->lstm.ptr(), net->gru.ptr()});
+  });
+}
+
+TEST_P(Modules, Transformer) {
+  train([] {
+    nn::TransformerEncoderLayer first(nn::TransformerEncoderLayerOptions(8, 2).dim_feedforward(10).dropout(0.0));
+    nn::TransformerDecoderLayer second(nn::TransformerDecoderLayerOptions(8, 2).dim_feedforward(10).dropout(0.0));
+    struct BothImpl : nn::Module {};
+    auto both = std::make_shared<BothImpl>();
+    both->register_module("first", first);
+    both->register_module("second", second);
+    return subject_of(
+        both,
+        [first, second, both](int rank, int step) mutable {
+          auto x = subjects::data(rank, step, {5, 2, 8});
+          return second->forward(x, first->forward(x)).pow(2).mean();
+        },
+        {first.ptr(), second.ptr()});
+  });
+}
+
+struct ListsImpl : nn::Module {
+  ListsImpl() {
+    list = register_module("list", nn::ParameterList());
+    dict = register_module("dict", nn::ParameterDict());
+    for (int i = 0; i < 3; ++i) {
+      list->append(torch::randn({3, i + 1}).requires_grad_());
+    }
+    dict->insert("bias", torch::randn({3}).requires_grad_());
+    dict->insert("zero_dim", torch::randn({}).requires_grad_());
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = dict["bias"] * dict["zero_dim"];
+    for (const auto& item : *list) {
+      y = y + torch::matmul(x.narrow(1, 0, item.value().size(1)), item.value().t());
+    }
+    return y;
+  }
+  nn::ParameterList list{nullptr};
+  nn::ParameterDict dict{nullptr};
+};
+
+TEST_P(Modules, ParameterListsAndDicts) {
+  train([] {
+    auto net = std::make_shared<ListsImpl>();
+    return subject_of(
+        net, [net](int rank, int step) { return net->forward(subjects::data(rank, step, {4, 5})).pow(2).mean(); }, {net->list.ptr()});
+  });
+}
+
+/// Parameters that other systems refuse: 0-dim, transposed, channels-last, expanded, integer, double, frozen, and one nobody uses.
+struct OddImpl : nn::Module {
+  OddImpl() {
+    scalar = register_parameter("scalar", torch::full({}, 0.7));
+    transposed = register_parameter("transposed", torch::randn({5, 3}).t());
+    channels_last = register_parameter("channels_last", torch::randn({4, 2, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
+    wide = register_parameter("wide", torch::randn({2, 3}, torch::kDouble));
+    table = register_parameter("table", torch::arange(5), /*requires_grad=*/false);
+    frozen = register_parameter("frozen", torch::randn({7}), /*requires_grad=*/false);
+    unused = register_parameter("unused", torch::randn({6}));
+    empty = register_parameter("empty", torch::zeros({0, 4}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    auto y = torch::conv2d(x, channels_last).mean({2, 3}) * scalar; // {n, 4}
+    y = torch::matmul(y.narrow(1, 0, 3), transposed).index_select(1, table); // {n, 5}
+    auto z = torch::matmul(y.narrow(1, 0, 2).to(torch::kDouble), wide).to(torch::kFloat);
+    return y.sum() + z.pow(2).sum() + (frozen * scalar).sum() + empty.sum();
+  }
+  at::Tensor scalar, transposed, channels_last, wide, table, frozen, unused, empty;
+};
+
+Subject odd() {
+  auto net = std::make_shared<OddImpl>();
+  return subject_of(net, [net](int rank, int step) { return net->forward(subjects::data(rank, step, {2, 2, 4, 4})); });
+}
+
+TEST_P(Modules, OddParameters) {
+  train(odd);
+}
+
+TEST_P(Modules, OddParametersCutAlongTheLastDimension) {
+  FullyShardOptions options;
+  options.shard_placement_fn = [](const at::Tensor& parameter, const std::string&) -> std::optional<ShardPlacement> {
+    return parameter.dim() == 0 ? std::nullopt : std::optional(ShardPlacement{-1});
+  };
+  train(odd, options);
+}
+
+TEST_P(Modules, WeightsTiedAcrossUnits) {
+  train([] {
+    struct NetImpl : nn::Module {
+      NetImpl() {
+        first = register_module("first", nn::Linear(5, 5));
+        middle = register_module("middle", nn::Linear(5, 5));
+        last = register_module("last", nn::Linear(5, 5));
+        last->weight = first->weight;
+        last->named_parameters(); // its registered weight stays a parameter of its own, which nobody uses
+      }
+      nn::Linear first{nullptr}, middle{nullptr}, last{nullptr};
+    };
+    auto net = std::make_shared<NetImpl>();
+    return subject_of(
+        net,
+        [net](int rank, int step) {
+          return net->last(torch::tanh(net->middle(net->first(subjects::data(rank, step, {3, 5}))))).pow(2).mean();
+        },
+        {net->first.ptr(), net->middle.ptr(), net->last.ptr()});
+  });
+}
+
+TEST_P(Modules, AModuleCalledSeveralTimes) {
+  train([] {
+    nn::Sequential model(nn::Linear(6, 6), nn::Linear(6, 6), nn::Linear(6, 6));
+    return subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          auto x = subjects::data(rank, step, {3, 6});
+          for (int i = 0; i < 3; ++i) {
+            x = torch::tanh(model->forward(x));
+          }
+          return x.pow(2).mean();
+        },
+        {model[0], model[1], model[2]});
+  });
+}
+
+TEST_P(Modules, SubmodulesCalledAloneAndSomeNotAtAll) {
+  train([] {
+    nn::Sequential model(nn::Linear(6, 6), nn::Linear(6, 6), nn::Linear(6, 6));
+    return subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          return model[step % 2]->as<nn::Linear>()->forward(subjects::data(rank, step, {3, 6})).pow(2).mean();
+        },
+        {model[0], model[2]});
+  });
+}
+
+TEST_P(Modules, SomeOutputsUnused) {
+  train([] {
+    nn::Sequential model(nn::Linear(6, 6), nn::Linear(6, 4));
+    return subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          auto hidden = model[0]->as<nn::Linear>()->forward(subjects::data(rank, step, {3, 6}));
+          auto unused = model[1]->as<nn::Linear>()->forward(hidden);
+          return hidden.pow(2).mean();
+        },
+        {model[0], model[1]});
+  });
+}
+
+struct Double : torch::autograd::Function<Double> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+    context->save_for_backward({x, weight});
+    return x * weight * 2;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+    auto saved = context->get_saved_variables();
+    return {grads[0] * saved[1] * 2, (grads[0] * saved[0] * 2).sum(0)};
+  }
+};
+
+TEST_P(Modules, CustomAutogradFunction) {
+  train([] {
+    struct NetImpl : nn::Module {
+      NetImpl() {
+        weight = register_parameter("weight", torch::randn({5}));
+        linear = register_module("linear", nn::Linear(5, 5));
+      }
+      at::Tensor weight;
+      nn::Linear linear{nullptr};
+    };
+    auto net = std::make_shared<NetImpl>();
+    return subject_of(
+        net,
+        [net](int rank, int step) {
+          return Double::apply(net->linear(subjects::data(rank, step, {3, 5})), net->weight).pow(2).mean();
+        },
+        {net->linear.ptr()});
+  });
+}
+
+TEST_P(Modules, SharedThroughDifferentRoots) {
+  train([] {
+    nn::Sequential model(nn::Linear(6, 6), nn::Linear(6, 6));
+    return subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          auto x = subjects::data(rank, step, {3, 6});
+          auto weight = model[0]->as<nn::Linear>()->weight;
+          return (model->forward(x) + torch::matmul(x, weight + weight.t())).pow(2).mean();
+        },
+        {model[0], model[1]});
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Modules, ::testing::Values(1, 2, 3, 4));
+
+} // namespace
+} // namespace fsdp::testing
