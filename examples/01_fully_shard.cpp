@@ -33,6 +33,6 @@ int main() {
   for (const auto& [name, shard] : fsdp::named_parameters(*model)) {
     auto whole = fsdp::sharded(shard).sizes;
     std::cout << "rank " + std::to_string(fsdp::rank()) + " keeps " + c10::str(shard.sizes()) + " of " + name + " " +
-            c10::str(at::IntArrayRef(whole)) + "\n";
+                     c10::str(at::IntArrayRef(whole)) + "\n";
   }
 }

@@ -2,8 +2,8 @@
 //
 //   scripts/launch --ranks 2 build/bin/02_mixed_precision_and_offload
 //
-// The shards, their gradients and the optimizer stay in float32. Each gather casts them to bfloat16 on the way, so the whole
-// parameters that forward and backward see take half the memory, and half the communication.
+// The shards, their gradients and the optimizer stay in float32. Each gather casts them to bfloat16 on the way, so the
+// whole parameters that forward and backward see take half the memory, and half the communication.
 
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
@@ -14,10 +14,15 @@ int main() {
   fsdp::init();
   torch::manual_seed(0);
   torch::nn::Sequential model(
-      torch::nn::Linear(128, 512), torch::nn::GELU(), torch::nn::Linear(512, 512), torch::nn::GELU(), torch::nn::Linear(512, 128));
+      torch::nn::Linear(128, 512),
+      torch::nn::GELU(),
+      torch::nn::Linear(512, 512),
+      torch::nn::GELU(),
+      torch::nn::Linear(512, 128));
 
   fsdp::FullyShardOptions options{
-      .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32}, // sum gradients in full precision
+      .mp_policy =
+          {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32}, // sum gradients in full precision
       .offload_policy = fsdp::CPUOffloadPolicy{}, // shards live on the host; on a CPU they do anyway
   };
   fsdp::fully_shard(*model[0], options);

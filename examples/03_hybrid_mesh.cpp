@@ -1,10 +1,10 @@
-// Hybrid sharding: the model is sharded over some ranks, and such groups of ranks are replicas of each other. Four ranks,
-// two replicas of a model sharded over two:
+// Hybrid sharding: the model is sharded over some ranks, and such groups of ranks are replicas of each other. Four
+// ranks, two replicas of a model sharded over two:
 //
 //   scripts/launch --ranks 4 build/bin/03_hybrid_mesh
 //
-// Parameters are gathered within a replica only; gradients are summed over all ranks. That suits machines whose ranks are well
-// connected inside and less so among each other: replicate across machines, shard inside.
+// Parameters are gathered within a replica only; gradients are summed over all ranks. That suits machines whose ranks
+// are well connected inside and less so among each other: replicate across machines, shard inside.
 
 #include <fsdp/fsdp.h>
 #include <torch/torch.h>
@@ -14,7 +14,8 @@
 int main() {
   fsdp::init();
   if (fsdp::world_size() % 2 != 0) {
-    std::cerr << "03_hybrid_mesh needs an even number of ranks, such as: scripts/launch --ranks 4 build/bin/03_hybrid_mesh\n";
+    std::cerr
+        << "03_hybrid_mesh needs an even number of ranks, such as: scripts/launch --ranks 4 build/bin/03_hybrid_mesh\n";
     return 1;
   }
   auto mesh = fsdp::init_device_mesh(fsdp::device().str(), {2, fsdp::world_size() / 2}, {"replicate", "shard"});
@@ -47,5 +48,6 @@ int main() {
   // Shards with the same place in their replicas hold the same values.
   double mine = model->parameters()[0].sum().item<double>();
   std::cout << "replica " + std::to_string(mesh["replicate"].coordinate()) + ", shard " +
-          std::to_string(mesh["shard"].coordinate()) + ": sum of the first weight's shard " + std::to_string(mine) + "\n";
+                   std::to_string(mesh["shard"].coordinate()) + ": sum of the first weight's shard " +
+                   std::to_string(mine) + "\n";
 }

@@ -34,7 +34,8 @@ uint64_t hash_bytes(const std::string& text) {
 } // namespace
 
 Batches::Batches(const std::string& text, int64_t sequence)
-    : text_(torch::from_blob(const_cast<char*>(text.data()), {static_cast<int64_t>(text.size())}, torch::kByte).clone()),
+    : text_(
+          torch::from_blob(const_cast<char*>(text.data()), {static_cast<int64_t>(text.size())}, torch::kByte).clone()),
       sequence_(sequence),
       split_(static_cast<int64_t>((1 - kHeldBack) * static_cast<double>(text.size()))),
       windows_(std::min((text_.numel() - split_ - 1) / sequence, kMaxWindows)),

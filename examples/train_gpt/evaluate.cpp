@@ -8,8 +8,8 @@ namespace train_gpt {
 double held_back_loss(GPT& model, const Batches& batches, const Team& team, int64_t rows) {
   torch::NoGradGuard no_grad;
   double loss = 0;
-  // All ranks run the same number of batches, since they gather parameters together: where the text has come to its end, a batch
-  // is computed and not counted.
+  // All ranks run the same number of batches, since they gather parameters together: where the text has come to its
+  // end, a batch is computed and not counted.
   for (int64_t first = 0; first < batches.held_back_windows(); first += rows * team.size()) {
     for (int64_t rank : team.mine()) {
       int64_t begin = first + rank * rows;
@@ -28,7 +28,8 @@ std::string write_sample(GPT& model, const SampleOptions& options) {
   std::string text = options.prompt;
   for (int64_t i = 0; i < options.bytes; ++i) {
     std::string recent = text.substr(text.size() - std::min<size_t>(text.size(), model->config.sequence));
-    auto bytes = torch::from_blob(recent.data(), {1, static_cast<int64_t>(recent.size())}, torch::kByte).to(torch::kLong);
+    auto bytes =
+        torch::from_blob(recent.data(), {1, static_cast<int64_t>(recent.size())}, torch::kByte).to(torch::kLong);
     auto logits = model->forward(bytes.to(fsdp::device())).select(1, -1).to(torch::kCPU, torch::kFloat);
     auto chances = torch::softmax(logits / options.temperature, -1);
     text += static_cast<char>(torch::multinomial(chances, 1, /*replacement=*/false, generator).item<int64_t>());

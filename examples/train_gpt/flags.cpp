@@ -57,7 +57,8 @@ void Flags::add(Flag flag) {
 }
 
 void Flags::number(std::string name, std::string help, int64_t& target, int64_t min) {
-  add({std::move(name),
+  add(
+      {std::move(name),
        "N",
        std::move(help),
        [&target, min](const std::string& text) { target = read_number(text, min); },
@@ -65,7 +66,8 @@ void Flags::number(std::string name, std::string help, int64_t& target, int64_t 
 }
 
 void Flags::number(std::string name, std::string help, double& target, double min) {
-  add({std::move(name),
+  add(
+      {std::move(name),
        "X",
        std::move(help),
        [&target, min](const std::string& text) { target = read_number(text, min); },
@@ -73,7 +75,8 @@ void Flags::number(std::string name, std::string help, double& target, double mi
 }
 
 void Flags::text(std::string name, std::string value, std::string help, std::string& target) {
-  add({std::move(name),
+  add(
+      {std::move(name),
        std::move(value),
        std::move(help),
        [&target](const std::string& text) { target = text; },
@@ -81,7 +84,8 @@ void Flags::text(std::string name, std::string value, std::string help, std::str
 }
 
 void Flags::toggle(std::string name, std::string help, bool& target) {
-  add({std::move(name),
+  add(
+      {std::move(name),
        "",
        std::move(help),
        [&target](const std::string&) { target = true; },
@@ -125,7 +129,8 @@ void Flags::parse(const std::vector<std::string>& arguments) const {
     bool takes_value = !flag.value.empty();
     bool has_value = equals != std::string::npos;
     if (takes_value && !has_value && i + 1 == arguments.size()) {
-      throw fsdp::Error("[options] expected a value after --" + name + ", got none: write --" + name + " " + flag.value);
+      throw fsdp::Error(
+          "[options] expected a value after --" + name + ", got none: write --" + name + " " + flag.value);
     }
     if (!takes_value && has_value) {
       throw fsdp::Error("[options] expected no value for --" + name + ", got " + argument + ": write --" + name);
@@ -134,7 +139,8 @@ void Flags::parse(const std::vector<std::string>& arguments) const {
     try {
       flag.read(value);
     } catch (const std::invalid_argument& expected) {
-      throw fsdp::Error("[options] expected " + std::string(expected.what()) + " for --" + name + ", got '" + value + "'");
+      throw fsdp::Error(
+          "[options] expected " + std::string(expected.what()) + " for --" + name + ", got '" + value + "'");
     }
   }
 }

@@ -26,7 +26,8 @@ class Flags {
   void text(std::string name, std::string value, std::string help, std::string& target);
   void toggle(std::string name, std::string help, bool& target);
 
-  /// Reads `--name value`, `--name=value` and `--name`. An unknown name is an fsdp::Error that suggests the nearest one.
+  /// Reads `--name value`, `--name=value` and `--name`. An unknown name is an fsdp::Error that suggests the nearest
+  /// one.
   void parse(const std::vector<std::string>& arguments) const;
   /// The options with their present values, under their headings.
   std::string help() const;

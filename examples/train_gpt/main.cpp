@@ -70,8 +70,9 @@ void describe_model(Trainer& trainer, const Team& team, History& history) {
   std::string parameters = grouped(count_parameters(history, trainer.model()));
   history.facts.insert(history.facts.begin(), {"Parameters", parameters});
   if (team.leads()) {
-    std::cout << "GPT with " << parameters << " parameters, " << (trainer.sharded() ? "sharded over " : "the batches of ")
-              << team.size() << (team.size() == 1 ? " rank\n" : " ranks\n") << table << std::endl;
+    std::cout << "GPT with " << parameters << " parameters, "
+              << (trainer.sharded() ? "sharded over " : "the batches of ") << team.size()
+              << (team.size() == 1 ? " rank\n" : " ranks\n") << table << std::endl;
   }
 }
 

@@ -34,7 +34,8 @@ torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const torch::Tensor
   auto split = qkv(x).unflatten(-1, {3, heads, -1}).permute({2, 0, 3, 1, 4});
   auto query = rotate(split[0], rotation);
   auto key = rotate(split[1], rotation);
-  auto mixed = torch::scaled_dot_product_attention(query, key, split[2], /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true);
+  auto mixed =
+      torch::scaled_dot_product_attention(query, key, split[2], /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true);
   return out(mixed.transpose(1, 2).flatten(2));
 }
 

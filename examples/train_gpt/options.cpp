@@ -133,7 +133,9 @@ fsdp::ReshardAfterForward read_reshard(const std::string& text) {
     return text == "true";
   }
   bool digits = !text.empty() && text.size() < 7 && std::all_of(text.begin(), text.end(), ::isdigit);
-  require(digits && std::stoi(text) > 0, "expected true, false or a number of ranks for --reshard-after-forward, got '" + text + "'");
+  require(
+      digits && std::stoi(text) > 0,
+      "expected true, false or a number of ranks for --reshard-after-forward, got '" + text + "'");
   return std::stoi(text);
 }
 
@@ -169,7 +171,8 @@ void check_together(const Options& options) {
   require(
       options.single || options.ranks == 1,
       "expected --single beside --ranks, got --ranks alone: it is the launcher that starts several ranks, as in "
-      "torchrun --no-python --nproc-per-node " + std::to_string(options.ranks));
+      "torchrun --no-python --nproc-per-node " +
+          std::to_string(options.ranks));
   require(
       !options.single || (!options.param_dtype && !options.reduce_dtype),
       "expected no --param-dtype and no --reduce-dtype beside --single, which is plain LibTorch: leave them out");

@@ -41,7 +41,9 @@ int64_t Team::on_this_host() const {
 
 std::vector<double> Team::sum(const std::vector<double>& values) const {
   auto sums = torch::tensor(values, torch::kDouble).to(fsdp::device());
-  fsdp::world()->all_reduce(sums, fsdp::ReduceOp::kSum, /*divide_by=*/1, {.operation = "sum metrics", .unit = ""})->wait();
+  fsdp::world()
+      ->all_reduce(sums, fsdp::ReduceOp::kSum, /*divide_by=*/1, {.operation = "sum metrics", .unit = ""})
+      ->wait();
   sums = sums.cpu();
   return {sums.data_ptr<double>(), sums.data_ptr<double>() + sums.numel()};
 }

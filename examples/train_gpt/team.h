@@ -8,8 +8,8 @@
 
 namespace train_gpt {
 
-/// The ranks whose batches make up a step: those of the job, or, with --single, as many as asked for, which this one process
-/// computes one after another.
+/// The ranks whose batches make up a step: those of the job, or, with --single, as many as asked for, which this one
+/// process computes one after another.
 class Team {
  public:
   static Team of_the_job();
@@ -39,7 +39,8 @@ class Team {
   std::vector<int64_t> mine_;
 };
 
-/// The mean of several ranks' gradients, computed in one process as a sharded run computes it: added in rank order, then divided.
+/// The mean of several ranks' gradients, computed in one process as a sharded run computes it: added in rank order,
+/// then divided.
 class GradientMean {
  public:
   /// Takes the gradients away from the parameters.

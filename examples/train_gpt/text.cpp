@@ -17,7 +17,8 @@ std::string read_file(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::ostringstream bytes;
   if (fs::is_directory(path) || !file || !(bytes << file.rdbuf())) {
-    throw fsdp::Error("[data] expected a readable text of some length, got '" + path + "': choose another with --data FILE");
+    throw fsdp::Error(
+        "[data] expected a readable text of some length, got '" + path + "': choose another with --data FILE");
   }
   return bytes.str();
 }
@@ -53,7 +54,8 @@ std::string find_python_topics() {
     path = search_usual_places();
   }
   if (path.empty()) {
-    throw fsdp::Error("[data] expected Python's pydoc_data/topics.py on this machine, found none: name a text with --data FILE");
+    throw fsdp::Error(
+        "[data] expected Python's pydoc_data/topics.py on this machine, found none: name a text with --data FILE");
   }
   return path;
 }

@@ -18,8 +18,9 @@ class Module;
 
 namespace fsdp {
 
-/// What happens to tensors that enter and leave a module through `fsdp::call`: inputs move to the module's device and are cast to
-/// its param_dtype (unless cast_forward_inputs is off), outputs are cast to its output_dtype. Nothing for a module that is not sharded.
+/// What happens to tensors that enter and leave a module through `fsdp::call`: inputs move to the module's device and
+/// are cast to its param_dtype (unless cast_forward_inputs is off), outputs are cast to its output_dtype. Nothing for a
+/// module that is not sharded.
 class FSDP_API Boundary {
  public:
   explicit Boundary(const torch::nn::Module& module);
@@ -83,7 +84,8 @@ auto call(Holder& module, Arguments&&... arguments) {
   return boundary.outputs(module->forward(boundary.inputs(std::forward<Arguments>(arguments))...));
 }
 
-/// Lets calls of a method by this name through `call_method` have the module's boundary. For parameters no method needs it.
+/// Lets calls of a method by this name through `call_method` have the module's boundary. For parameters no method needs
+/// it.
 FSDP_API void register_fsdp_forward_method(torch::nn::Module& module, const std::string& method_name);
 FSDP_API bool is_fsdp_forward_method(const torch::nn::Module& module, const std::string& method_name);
 
@@ -100,13 +102,13 @@ auto call_method(Holder& module, const std::string& method_name, Method method, 
 } // namespace fsdp
 
 /// As TORCH_MODULE(Name), but calls of the holder go through `fsdp::call`.
-#define FSDP_MODULE(Name)                                       \
-  class Name : public torch::nn::ModuleHolder<Name##Impl> {     \
-   public:                                                      \
-    using torch::nn::ModuleHolder<Name##Impl>::ModuleHolder;    \
-    using Impl [[maybe_unused]] = Name##Impl;                   \
-    template <typename... Arguments>                            \
-    auto operator()(Arguments&&... arguments) {                 \
+#define FSDP_MODULE(Name)                                              \
+  class Name : public torch::nn::ModuleHolder<Name##Impl> {            \
+   public:                                                             \
+    using torch::nn::ModuleHolder<Name##Impl>::ModuleHolder;           \
+    using Impl [[maybe_unused]] = Name##Impl;                          \
+    template <typename... Arguments>                                   \
+    auto operator()(Arguments&&... arguments) {                        \
       return fsdp::call(*this, std::forward<Arguments>(arguments)...); \
-    }                                                           \
+    }                                                                  \
   }

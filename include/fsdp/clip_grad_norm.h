@@ -17,9 +17,10 @@ struct ClipOptions {
   bool error_if_nonfinite = false;
 };
 
-/// Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`; returns that norm, the same on
-/// every rank. Sharded, replicated and plain parameters may be mixed. Collective.
+/// Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`; returns that norm, the
+/// same on every rank. Sharded, replicated and plain parameters may be mixed. Collective.
 FSDP_API at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, const ClipOptions& options = {});
-FSDP_API at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm, const ClipOptions& options = {});
+FSDP_API at::Tensor clip_grad_norm_(
+    const std::vector<at::Tensor>& parameters, double max_norm, const ClipOptions& options = {});
 
 } // namespace fsdp

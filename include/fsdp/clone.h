@@ -10,8 +10,8 @@ class Module;
 
 namespace fsdp {
 
-/// A copy of a sharded model, sharded the same way, with its own shards (for an exponential moving average, a target network).
-/// The module and its children must be `torch::nn::Cloneable`, as for `Module::clone`. Collective.
+/// A copy of a sharded model, sharded the same way, with its own shards (for an exponential moving average, a target
+/// network). The module and its children must be `torch::nn::Cloneable`, as for `Module::clone`. Collective.
 FSDP_API std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module);
 
 template <typename ModuleType>

@@ -26,8 +26,8 @@ struct UnitDescription {
 struct FSDP_API Description {
   std::vector<UnitDescription> units;
   int64_t bytes_shard = 0; ///< all shards of this rank
-  /// The most that parameters and gradients take on this rank at any time of a step: shards, their gradients, whole units, gradients
-  /// in flight. Optimizer state comes on top.
+  /// The most that parameters and gradients take on this rank at any time of a step: shards, their gradients, whole
+  /// units, gradients in flight. Optimizer state comes on top.
   int64_t bytes_peak = 0;
   /// A table for people.
   std::string str() const;

@@ -17,13 +17,15 @@ class ProcessGroup;
 
 namespace fsdp {
 
-/// What a collective is for: carried with it, so that a failure names it and ranks that disagree get an error naming both.
+/// What a collective is for: carried with it, so that a failure names it and ranks that disagree get an error naming
+/// both.
 struct Label {
   const char* operation; ///< a literal: "unshard", "reduce gradients", ...
   std::string unit; ///< the unit's name, or empty
 };
 
-/// One parameter as the ranks of a group share it: rank r keeps elements [r * chunk, (r + 1) * chunk), cut off at `numel`.
+/// One parameter as the ranks of a group share it: rank r keeps elements [r * chunk, (r + 1) * chunk), cut off at
+/// `numel`.
 struct Piece {
   int64_t numel; ///< of the whole parameter
   int64_t chunk; ///< of a full slice; trailing ranks may hold less, or nothing
@@ -68,7 +70,8 @@ class FSDP_API Home {
   virtual void* slice(size_t index) const = 0;
   /// Returns once no other rank still reads the values about to be overwritten. Cheap when already writing.
   virtual void begin_write(const Label& label) = 0;
-  /// Starts to make all slices visible, with this rank's writes so far. At most one `Gathered` of a home lives at a time.
+  /// Starts to make all slices visible, with this rank's writes so far. At most one `Gathered` of a home lives at a
+  /// time.
   virtual std::unique_ptr<Gathered> gather(const Label& label) = 0;
 };
 
@@ -80,7 +83,8 @@ struct HomeOptions {
 
 /// Sum each rank's whole tensors and keep this rank's slices of the sums.
 struct ReduceScatter {
-  std::vector<at::Tensor> wholes; ///< contiguous, one dtype; may be overwritten; kept alive until all ranks have read them
+  std::vector<at::Tensor>
+      wholes; ///< contiguous, one dtype; may be overwritten; kept alive until all ranks have read them
   std::vector<int64_t> chunks; ///< as in Piece, per tensor
   std::vector<at::Tensor> slices; ///< contiguous results, same dtype
   double divide_by = 1; ///< the sums are divided by it
@@ -109,7 +113,8 @@ class FSDP_API Group {
   }
 
   /// Memory for this rank's slices. Collective.
-  virtual std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) = 0;
+  virtual std::shared_ptr<Home> make_home(
+      std::vector<Piece> pieces, const HomeOptions& options, const Label& label) = 0;
   /// True if gathering moves no bytes between ranks, so that keeping a smaller copy around would gain nothing.
   virtual bool gathers_in_place() const = 0;
 
@@ -137,8 +142,9 @@ class FSDP_API Group {
 /// A group of one rank: no collective, no copy.
 FSDP_API std::shared_ptr<Group> group_of_one();
 
-/// Runs `body` on `size` threads, each one rank of a world of its own: `fsdp::rank()` and the default mesh are the thread's.
-/// Rethrows the first failing rank's exception once all threads have ended.
-FSDP_API void thread_group(int size, const std::function<void()>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60));
+/// Runs `body` on `size` threads, each one rank of a world of its own: `fsdp::rank()` and the default mesh are the
+/// thread's. Rethrows the first failing rank's exception once all threads have ended.
+FSDP_API void thread_group(
+    int size, const std::function<void()>& body, std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
 } // namespace fsdp

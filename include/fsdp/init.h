@@ -12,11 +12,14 @@ namespace fsdp {
 struct InitOptions {
   /// "shm", "gloo", "nccl"; empty: by device and hosts (shared memory when all ranks share one host's CPU).
   std::string backend = "";
-  /// Where training runs: "cpu", "cuda", ...; empty: "cuda" where there is one, else "cpu". The index comes from LOCAL_RANK.
+  /// Where training runs: "cpu", "cuda", ...; empty: "cuda" where there is one, else "cpu". The index comes from
+  /// LOCAL_RANK.
   std::string device = "";
-  /// Longest wait for another rank, in any operation. The environment variable FSDP_TIMEOUT (seconds) overrides the default.
+  /// Longest wait for another rank, in any operation. The environment variable FSDP_TIMEOUT (seconds) overrides the
+  /// default.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  /// Big CPU tensors come from memory that the other ranks can read (shared-memory group only). FSDP_ARENA=0 turns it off.
+  /// Big CPU tensors come from memory that the other ranks can read (shared-memory group only). FSDP_ARENA=0 turns it
+  /// off.
   bool shared_arena = true;
 };
 

@@ -46,7 +46,8 @@ class FSDP_API Mesh {
 };
 
 /// Arranges all ranks of the job, row-major. `device` is "cpu", "cuda", ...; the product of `sizes` is the world size.
-FSDP_API Mesh init_device_mesh(const std::string& device, std::vector<int64_t> sizes, std::vector<std::string> names = {});
+FSDP_API Mesh
+init_device_mesh(const std::string& device, std::vector<int64_t> sizes, std::vector<std::string> names = {});
 /// All ranks in one dimension.
 FSDP_API Mesh default_mesh();
 

@@ -11,7 +11,8 @@
 namespace fsdp::optim {
 
 /// AdamW in one fused pass over all shards of a group: the numbers, options, parameter groups and state of
-/// `torch::optim::AdamW` (so either loads the other's), several times faster. Any tensors may be given, not only shards.
+/// `torch::optim::AdamW` (so either loads the other's), several times faster. Any tensors may be given, not only
+/// shards.
 class FSDP_API AdamW : public torch::optim::Optimizer {
  public:
   explicit AdamW(

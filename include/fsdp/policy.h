@@ -15,9 +15,11 @@ namespace fsdp {
 
 /// In which dtypes a unit computes and reduces. Unset: the parameters' own.
 struct MixedPrecisionPolicy {
-  std::optional<c10::ScalarType> param_dtype; ///< of the handles, hence of gathers and compute; shards keep their own
-  std::optional<c10::ScalarType> reduce_dtype; ///< of gradient reduction and of unsynced gradients; unset: param_dtype
-  std::optional<c10::ScalarType> output_dtype; ///< of what `fsdp::call` returns
+  std::optional<c10::ScalarType> param_dtype =
+      std::nullopt; ///< of the handles, hence of gathers and compute; shards keep their own
+  std::optional<c10::ScalarType> reduce_dtype =
+      std::nullopt; ///< of gradient reduction and of unsynced gradients; unset: param_dtype
+  std::optional<c10::ScalarType> output_dtype = std::nullopt; ///< of what `fsdp::call` returns
   bool cast_forward_inputs = true; ///< cast floating-point inputs to param_dtype where dtypes meet
 };
 
@@ -58,7 +60,8 @@ struct ShardPlacement {
   std::optional<Mesh> mesh = std::nullopt;
 };
 
-using ShardPlacementFn = std::function<std::optional<ShardPlacement>(const at::Tensor& parameter, const std::string& name)>;
+using ShardPlacementFn =
+    std::function<std::optional<ShardPlacement>(const at::Tensor& parameter, const std::string& name)>;
 
 struct FullyShardOptions {
   /// One dimension: sharded over it. Two, (replicate, shard): hybrid. Unset: all ranks of the job.

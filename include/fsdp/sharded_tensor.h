@@ -50,7 +50,8 @@ FSDP_API bool is_sharded(const at::Tensor& tensor);
 /// From a shard; an Error for any other tensor.
 FSDP_API ShardedTensor sharded(const at::Tensor& shard);
 
-/// The shards of all parameters, also where `module.parameters()` cannot give them (ParameterList, ParameterDict, TorchScript).
+/// The shards of all parameters, also where `module.parameters()` cannot give them (ParameterList, ParameterDict,
+/// TorchScript).
 FSDP_API std::vector<at::Tensor> parameters(const torch::nn::Module& module);
 FSDP_API std::vector<at::Tensor> parameters(const torch::jit::Module& module);
 FSDP_API std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module);

@@ -85,7 +85,8 @@ class Bucket {
   int64_t bytes() const;
 
  private:
-  std::shared_ptr<Home> make_home(Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
+  std::shared_ptr<Home> make_home(
+      Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
   void* memory_of(size_t index) const;
   size_t index_of(const Param& param) const;
 
@@ -98,7 +99,8 @@ class Bucket {
   std::shared_ptr<Home> neighbours_home_;
   bool gather_from_neighbours_ = false;
   std::unique_ptr<Gathered> gathered_;
-  std::vector<at::Tensor> unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
+  std::vector<at::Tensor>
+      unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
   std::vector<at::Tensor> private_; // by index; empty unless is_private()
 };
 

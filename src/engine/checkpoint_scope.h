@@ -10,8 +10,8 @@ namespace fsdp::engine {
 
 class Runtime;
 
-/// Around the first run of a checkpointed function, in which no graph is recorded: parameters touched in it will bring a
-/// gradient all the same, when the segment is recomputed.
+/// Around the first run of a checkpointed function, in which no graph is recorded: parameters touched in it will bring
+/// a gradient all the same, when the segment is recomputed.
 class FSDP_API CheckpointForward {
  public:
   CheckpointForward();
@@ -26,8 +26,8 @@ class FSDP_API CheckpointForward {
   int64_t outer_;
 };
 
-/// Around a segment's recomputation and the backward nested in it: construct it first thing in the node's backward. What the nested
-/// backward does ends with the outer one.
+/// Around a segment's recomputation and the backward nested in it: construct it first thing in the node's backward.
+/// What the nested backward does ends with the outer one.
 class FSDP_API CheckpointBackward {
  public:
   CheckpointBackward();

@@ -85,7 +85,9 @@ void see_shard(Param& param, bool written, const Call& call) {
 
 [[noreturn]] void refuse_gradient(const Call& call) {
   fail(
-      "[", call.name, "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
+      "[",
+      call.name,
+      "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
       "Build the optimizer from model->parameters() after fully_shard, and read gradients there");
 }
 
@@ -99,7 +101,8 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
       refuse_gradient(call);
     }
   } else if (tenant->param != nullptr) {
-    tenant->role == Role::kHandle ? see_handle(*tenant->param, written, call) : see_shard(*tenant->param, written, call);
+    tenant->role == Role::kHandle ? see_handle(*tenant->param, written, call)
+                                  : see_shard(*tenant->param, written, call);
   }
 }
 
@@ -120,7 +123,8 @@ void see_arguments(c10::ArrayRef<c10::IValue> arguments, Call& call) {
 }
 
 bool needs_cast(const at::Tensor& tensor, c10::ScalarType dtype) {
-  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != dtype && tenant_of(tensor) == nullptr;
+  return tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != dtype &&
+         tenant_of(tensor) == nullptr;
 }
 
 // With a param_dtype, activations of another dtype meet the parameters: cast them where torch would refuse.

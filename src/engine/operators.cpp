@@ -14,9 +14,19 @@ using Names = std::unordered_set<std::string_view>;
 // Their schemas promise a view, but they may copy.
 bool may_copy(std::string_view name) {
   static const Names names = {
-      "aten::contiguous", "aten::reshape",      "aten::reshape_as",  "aten::to",         "aten::flatten", "aten::ravel",
-      "aten::cpu",        "aten::cuda",         "aten::pin_memory",  "aten::resolve_conj", "aten::resolve_neg",
-      "aten::type_as",    "aten::_autocast_to_full_precision",
+      "aten::contiguous",
+      "aten::reshape",
+      "aten::reshape_as",
+      "aten::to",
+      "aten::flatten",
+      "aten::ravel",
+      "aten::cpu",
+      "aten::cuda",
+      "aten::pin_memory",
+      "aten::resolve_conj",
+      "aten::resolve_neg",
+      "aten::type_as",
+      "aten::_autocast_to_full_precision",
       "aten::_autocast_to_reduced_precision"};
   return names.count(name) > 0;
 }
@@ -24,32 +34,97 @@ bool may_copy(std::string_view name) {
 // They ask for metadata, or make new tensors from it.
 bool asks_metadata(std::string_view name) {
   static const Names names = {
-      "aten::size",           "aten::stride",         "aten::numel",           "aten::dim",
-      "aten::sym_size",       "aten::sym_stride",     "aten::sym_numel",       "aten::sym_storage_offset",
-      "aten::storage_offset", "aten::is_same_size",   "aten::is_floating_point", "aten::is_complex",
-      "aten::is_signed",      "aten::is_leaf",         "aten::is_pinned",
-      "aten::is_contiguous",  "aten::output_nr",      "aten::_version",        "aten::requires_grad_",
-      "aten::retain_grad",    "aten::retains_grad",   "aten::set_data",        "aten::result_type",
-      "aten::can_cast",       "aten::empty_like",     "aten::zeros_like",      "aten::ones_like",
-      "aten::full_like",      "aten::rand_like",      "aten::randn_like",      "aten::randint_like",
-      "aten::new_empty",      "aten::new_zeros",      "aten::new_ones",        "aten::new_full",
-      "aten::new_empty_strided", "aten::_has_compatible_shallow_copy_type",    "aten::_debug_has_internal_overlap",
-      "aten::detach_",        "aten::is_inference",    "aten::is_conj",
-      "aten::is_neg",         "aten::_nested_tensor_size"};
+      "aten::size",
+      "aten::stride",
+      "aten::numel",
+      "aten::dim",
+      "aten::sym_size",
+      "aten::sym_stride",
+      "aten::sym_numel",
+      "aten::sym_storage_offset",
+      "aten::storage_offset",
+      "aten::is_same_size",
+      "aten::is_floating_point",
+      "aten::is_complex",
+      "aten::is_signed",
+      "aten::is_leaf",
+      "aten::is_pinned",
+      "aten::is_contiguous",
+      "aten::output_nr",
+      "aten::_version",
+      "aten::requires_grad_",
+      "aten::retain_grad",
+      "aten::retains_grad",
+      "aten::set_data",
+      "aten::result_type",
+      "aten::can_cast",
+      "aten::empty_like",
+      "aten::zeros_like",
+      "aten::ones_like",
+      "aten::full_like",
+      "aten::rand_like",
+      "aten::randn_like",
+      "aten::randint_like",
+      "aten::new_empty",
+      "aten::new_zeros",
+      "aten::new_ones",
+      "aten::new_full",
+      "aten::new_empty_strided",
+      "aten::_has_compatible_shallow_copy_type",
+      "aten::_debug_has_internal_overlap",
+      "aten::detach_",
+      "aten::is_inference",
+      "aten::is_conj",
+      "aten::is_neg",
+      "aten::_nested_tensor_size"};
   return names.count(name) > 0;
 }
 
 bool needs_equal_dtypes(std::string_view name) {
   static const Names names = {
-      "aten::linear",     "aten::matmul",     "aten::mm",         "aten::bmm",        "aten::mv",
-      "aten::dot",        "aten::addmm",      "aten::addmv",      "aten::addbmm",     "aten::baddbmm",
-      "aten::einsum",     "aten::bilinear",   "aten::_trilinear", "aten::tensordot",  "aten::inner",
-      "aten::conv1d",     "aten::conv2d",     "aten::conv3d",     "aten::convolution", "aten::conv_transpose1d",
-      "aten::conv_transpose2d", "aten::conv_transpose3d", "aten::layer_norm", "aten::native_layer_norm", "aten::group_norm",
-      "aten::native_group_norm", "aten::batch_norm", "aten::native_batch_norm", "aten::instance_norm", "aten::rms_norm",
-      "aten::lstm",       "aten::gru",        "aten::rnn_tanh",   "aten::rnn_relu",   "aten::lstm_cell",
-      "aten::gru_cell",   "aten::rnn_tanh_cell", "aten::rnn_relu_cell", "aten::prelu", "aten::embedding_bag",
-      "aten::_native_multi_head_attention", "aten::_transformer_encoder_layer_fwd", "aten::multi_head_attention_forward"};
+      "aten::linear",
+      "aten::matmul",
+      "aten::mm",
+      "aten::bmm",
+      "aten::mv",
+      "aten::dot",
+      "aten::addmm",
+      "aten::addmv",
+      "aten::addbmm",
+      "aten::baddbmm",
+      "aten::einsum",
+      "aten::bilinear",
+      "aten::_trilinear",
+      "aten::tensordot",
+      "aten::inner",
+      "aten::conv1d",
+      "aten::conv2d",
+      "aten::conv3d",
+      "aten::convolution",
+      "aten::conv_transpose1d",
+      "aten::conv_transpose2d",
+      "aten::conv_transpose3d",
+      "aten::layer_norm",
+      "aten::native_layer_norm",
+      "aten::group_norm",
+      "aten::native_group_norm",
+      "aten::batch_norm",
+      "aten::native_batch_norm",
+      "aten::instance_norm",
+      "aten::rms_norm",
+      "aten::lstm",
+      "aten::gru",
+      "aten::rnn_tanh",
+      "aten::rnn_relu",
+      "aten::lstm_cell",
+      "aten::gru_cell",
+      "aten::rnn_tanh_cell",
+      "aten::rnn_relu_cell",
+      "aten::prelu",
+      "aten::embedding_bag",
+      "aten::_native_multi_head_attention",
+      "aten::_transformer_encoder_layer_fwd",
+      "aten::multi_head_attention_forward"};
   return names.count(name) > 0;
 }
 
@@ -80,7 +155,8 @@ OperatorTraits read_schema(const c10::FunctionSchema& schema) {
 } // namespace
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  // Schemas are registered once and keep their address. The small table in front spares the hash map its modulo and its misses.
+  // Schemas are registered once and keep their address. The small table in front spares the hash map its modulo and its
+  // misses.
   struct Entry {
     const c10::FunctionSchema* schema = nullptr;
     const OperatorTraits* traits = nullptr;

@@ -8,8 +8,8 @@ namespace fsdp::engine {
 
 /// What an operator does with its tensors, read once from its schema.
 struct OperatorTraits {
-  /// Makes views or asks for metadata: reads no element. [Note: why a view is no touch] A view has no value yet, only a place; and
-  /// a rank that prints a shape must not start a collective.
+  /// Makes views or asks for metadata: reads no element. [Note: why a view is no touch] A view has no value yet, only a
+  /// place; and a rank that prints a shape must not start a collective.
   bool reads_nothing = false;
   /// Bit i: argument i is written (operators have fewer than 64 arguments; what lies beyond is taken as not written).
   uint64_t writes = 0;

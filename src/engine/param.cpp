@@ -83,7 +83,8 @@ void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device 
   hollow_storage(*handle_storage_, "");
   set_whole(nullptr);
   auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, nullptr, nullptr});
-  stand_in_ = make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
+  stand_in_ =
+      make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
   hooked_ = false;
   follow_requires_grad();
 }
@@ -109,7 +110,9 @@ void Param::set_whole(void* memory) {
     hollow_storage(
         *handle_storage_,
         c10::str(
-            "[fsdp] raw access to the parameter '", name_, "', which is sharded at this moment: its memory is there while ",
+            "[fsdp] raw access to the parameter '",
+            name_,
+            "', which is sharded at this moment: its memory is there while ",
             "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params"));
   }
 }
@@ -124,7 +127,12 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
   FSDP_CHECK(
       shard_.sizes() == c10::IntArrayRef(sizes),
-      "[fully_shard] the shard of '", name_, "' was replaced by data of sizes ", shard_.sizes(), " where ", c10::IntArrayRef(sizes),
+      "[fully_shard] the shard of '",
+      name_,
+      "' was replaced by data of sizes ",
+      shard_.sizes(),
+      " where ",
+      c10::IntArrayRef(sizes),
       " are needed: give it this rank's piece only");
   auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
   shard_tenant_ = tenant.get();
@@ -134,7 +142,8 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  gradient = at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
+  gradient =
+      at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
   gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
   auto& current = shard_.mutable_grad();
   if (current.defined()) {
@@ -165,13 +174,14 @@ void Param::follow_requires_grad() {
 
 void Param::install_gradient_hooks(const at::Tensor& handle) {
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
-  handle.register_hook([impl = handle.unsafeGetTensorImpl(), stand_in = stand_in_.unsafeGetTensorImpl()](const at::Tensor&) {
-    // What stands in for the last gradient must not be added to the next.
-    auto& gradient = impl->mutable_grad();
-    if (gradient.unsafeGetTensorImpl() == stand_in) {
-      gradient.reset();
-    }
-  });
+  handle.register_hook(
+      [impl = handle.unsafeGetTensorImpl(), stand_in = stand_in_.unsafeGetTensorImpl()](const at::Tensor&) {
+        // What stands in for the last gradient must not be added to the next.
+        auto& gradient = impl->mutable_grad();
+        if (gradient.unsafeGetTensorImpl() == stand_in) {
+          gradient.reset();
+        }
+      });
 }
 
 void Param::note_use() {

@@ -22,7 +22,8 @@ struct Reducer::Reduction {
   std::vector<Param*> params;
   at::Tensor flat; // this rank's slices of the sums, one after another
   std::vector<at::Tensor> slices; // views of it
-  std::vector<at::Tensor> wholes; // on devices with streams: not freed, hence not reused by backward, before they were read
+  std::vector<at::Tensor>
+      wholes; // on devices with streams: not freed, hence not reused by backward, before they were read
   std::unique_ptr<Work> work;
   int64_t bytes = 0; // of the whole gradients
 };
@@ -56,6 +57,25 @@ double divisor(const Unit& unit, const Bucket& bucket) {
 // Half precision overflows if sums are divided only at the very end.
 bool divides_early(c10::ScalarType dtype) {
   return dtype == c10::kHalf;
+}
+
+// On a stream of its own, if one was given: after the reduction, and before the shards get their gradients.
+void run_all_reduce_hook(const Unit& unit, std::vector<at::Tensor>& slices) {
+  const auto& hook = unit.policy.all_reduce_hook;
+  if (!hook) {
+    return;
+  }
+  UserScope scope;
+  const Stream compute = current_stream(unit.device());
+  const Stream stream = unit.policy.all_reduce_hook_stream.value_or(compute);
+  wait_stream(stream, compute);
+  {
+    StreamGuard on_stream(stream);
+    for (auto& slice : slices) {
+      hook(slice);
+    }
+  }
+  wait_stream(compute, stream);
 }
 
 } // namespace
@@ -99,6 +119,9 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
       continue;
     }
     reduction->params.push_back(param);
+    if (has_streams(unit.device())) {
+      reduction->wholes.push_back(param->gradient);
+    }
     args.wholes.push_back(take_gradient(*param, dtype, unit.device()));
     args.chunks.push_back(param->layout().chunk());
     reduction->bytes += static_cast<int64_t>(args.wholes.back().nbytes());
@@ -119,7 +142,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : divisor(unit, bucket);
   reduction->slices = args.slices;
   if (has_streams(unit.device())) {
-    reduction->wholes = args.wholes;
+    reduction->wholes.insert(reduction->wholes.end(), args.wholes.begin(), args.wholes.end());
   }
   reduction->work = bucket.reduce_group->reduce_scatter(std::move(args), unit.label("reduce gradients"));
   running_.push_back(std::move(reduction));
@@ -182,12 +205,7 @@ void Reducer::complete(Reduction& reduction) {
       replicas->all_reduce(tensor, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"))->wait();
     }
   }
-  if (unit.policy.all_reduce_hook) {
-    UserScope scope;
-    for (auto& slice : reduction.slices) {
-      unit.policy.all_reduce_hook(slice);
-    }
-  }
+  run_all_reduce_hook(unit, reduction.slices);
   for (size_t i = 0; i < reduction.params.size(); ++i) {
     reduction.params[i]->give_shard_gradient(reduction.slices[i]);
   }

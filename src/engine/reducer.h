@@ -15,9 +15,9 @@ class Bucket;
 class Param;
 class Unit;
 
-/// Brings whole gradients to the shards: reduce-scatter, on hybrid meshes all-reduce, division, and into the shard's gradient.
-/// A bounded number of units is in flight; they finish in the order in which they were submitted, which is the same on all ranks.
-/// Not thread safe: the runtime's lock covers it.
+/// Brings whole gradients to the shards: reduce-scatter, on hybrid meshes all-reduce, division, and into the shard's
+/// gradient. A bounded number of units is in flight; they finish in the order in which they were submitted, which is
+/// the same on all ranks. Not thread safe: the runtime's lock covers it.
 class Reducer {
  public:
   Reducer();

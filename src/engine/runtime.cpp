@@ -35,8 +35,8 @@ void Runtime::remove(Unit& unit) {
   if (last_ == &unit) {
     last_ = nullptr;
   }
-  const bool parameters_left =
-      std::any_of(units_.begin(), units_.end(), [](const Unit* left) { return left != nullptr && !left->params().empty(); });
+  const bool parameters_left = std::any_of(
+      units_.begin(), units_.end(), [](const Unit* left) { return left != nullptr && !left->params().empty(); });
   if (!parameters_left) {
     const auto last_ones = std::exchange(kept_, {});
   }
@@ -61,8 +61,7 @@ void Runtime::adopt(Runtime& other) {
 }
 
 Schedule& Runtime::schedule_for(Phase phase) {
-  const bool training =
-      phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
+  const bool training = phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
   return training ? training_ : evaluating_;
 }
 
@@ -154,8 +153,11 @@ void Runtime::write(Unit& unit, const Param& param) {
   }
   FSDP_CHECK(
       !in_step_ && !backward_queued_,
-      "[write to parameter] '", param.name(), "' was written between the beginning of a forward and the end of its backward, where ",
-      "the graph still needs its old value. Write it before the forward or after the backward (after a forward without backward, "
+      "[write to parameter] '",
+      param.name(),
+      "' was written between the beginning of a forward and the end of its backward, where ",
+      "the graph still needs its old value. Write it before the forward or after the backward (after a forward without "
+      "backward, "
       "call FSDPModule::reset_iter_state() on the root first, or run that forward under torch::NoGradGuard)");
   for (Unit* other : std::vector<Unit*>(unsharded_)) {
     if (other != &unit && other->is_private() && other->held == 0) {
@@ -198,7 +200,8 @@ void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
       unit.reshard();
       current_is_whole_ = current_is_whole_ && last_ != &unit;
     }
-    // Where ranks may use different units, only the end of backward is the same moment, and a fixed order the same order.
+    // Where ranks may use different units, only the end of backward is the same moment, and a fixed order the same
+    // order.
     if (!unit.policy.reduce_unused_params) {
       reduce(unit);
     }
@@ -303,8 +306,13 @@ void Runtime::notify(EventKind kind, const Unit* unit) {
 }
 
 Event Runtime::make_event(EventKind kind, const Unit* unit) const {
-  Event event{kind, unit == nullptr ? nullptr : &unit->name(), static_cast<int>(unsharded_.size()), 0, reducer_.in_flight(),
-              reducer_.bytes_in_flight()};
+  Event event{
+      kind,
+      unit == nullptr ? nullptr : &unit->name(),
+      static_cast<int>(unsharded_.size()),
+      0,
+      reducer_.in_flight(),
+      reducer_.bytes_in_flight()};
   for (const Unit* each : units_) {
     if (each != nullptr) {
       event.whole_bytes += each->whole_bytes();

@@ -23,8 +23,8 @@ class Unit;
 /// The units that one operator touches.
 using TouchedUnits = c10::SmallVector<Unit*, 4>;
 
-/// What all units below one root share: device streams, schedule, reductions in flight. Decides when units are unsharded and
-/// resharded; the units know how. Thread safe: backward may run on other threads than forward.
+/// What all units below one root share: device streams, schedule, reductions in flight. Decides when units are
+/// unsharded and resharded; the units know how. Thread safe: backward may run on other threads than forward.
 class Runtime : public std::enable_shared_from_this<Runtime> {
  public:
   explicit Runtime(c10::Device device);
@@ -38,7 +38,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   void add(Unit& unit);
   void remove(Unit& unit);
-  /// In the order of `fully_shard` calls.
+  /// By number. Parents come before the units below them.
   const std::vector<Unit*>& units() const {
     return units_;
   }
@@ -127,8 +127,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   c10::Device device_;
   Stream gather_stream_;
   Stream reduce_stream_;
-  fsdp::Event last_release_; // protects freed parameter memory, which belongs to the gather stream, from the next gather
-  std::shared_ptr<c10::Event> post_optim_event_; // protects shards from being gathered before the optimizer has written them
+  fsdp::Event
+      last_release_; // protects freed parameter memory, which belongs to the gather stream, from the next gather
+  std::shared_ptr<c10::Event>
+      post_optim_event_; // protects shards from being gathered before the optimizer has written them
 
   std::vector<Unit*> units_; // null where one was destroyed; index is its number
   std::vector<Unit*> unsharded_; // in the order in which they left the sharded state

@@ -7,8 +7,9 @@ namespace fsdp::engine {
 
 enum class Phase : char { kForward, kBackward };
 
-/// The order in which units are touched, learned from the last complete step. Only ever advice: a step that takes another path is
-/// right all the same, and is what is expected of the next. Pure logic over unit numbers. Not thread safe.
+/// The order in which units are touched, learned from the last complete step. Only ever advice: a step that takes
+/// another path is right all the same, and is what is expected of the next. Pure logic over unit numbers. Not thread
+/// safe.
 class Schedule {
  public:
   struct Touch {
@@ -17,7 +18,8 @@ class Schedule {
     bool operator==(const Touch&) const = default;
   };
 
-  /// `repeats`: no one calls `end_step`; the step is complete when its first unit is touched again (evaluation has no backward).
+  /// `repeats`: no one calls `end_step`; the step is complete when its first unit is touched again (evaluation has no
+  /// backward).
   explicit Schedule(bool repeats = false) : repeats_(repeats) {}
 
   /// Call when another unit, or the same in another phase, is touched than at the last call.

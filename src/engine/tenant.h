@@ -11,8 +11,8 @@ namespace fsdp::engine {
 
 class Param;
 
-/// The dispatch key that marks handles and shards, so that operators on them are seen first. It stands above autograd and no
-/// operator has a kernel for it.
+/// The dispatch key that marks handles and shards, so that operators on them are seen first. It stands above autograd
+/// and no operator has a kernel for it.
 inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 enum class Role : uint8_t {
@@ -21,7 +21,8 @@ enum class Role : uint8_t {
   kGradient ///< never any memory: stands in for a handle's gradient, which lives on the shard
 };
 
-/// Who lives in a storage: the context of its DataPtr, owned by the storage. `param` is null once the parameter is gone.
+/// Who lives in a storage: the context of its DataPtr, owned by the storage. `param` is null once the parameter is
+/// gone.
 struct Tenant {
   Role role;
   Param* param;

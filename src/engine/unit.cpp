@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "base/check.h"
+#include "comm/custom_group.h"
 #include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -23,7 +24,13 @@ layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
   int64_t dim = spec.placement.dim;
   FSDP_CHECK(
       ndim == 0 ? (dim == 0 || dim == -1) : (dim >= -ndim && dim < ndim),
-      "[fully_shard] shard_placement_fn gave dimension ", dim, " for '", spec.name, "', which has ", ndim, " dimensions");
+      "[fully_shard] shard_placement_fn gave dimension ",
+      dim,
+      " for '",
+      spec.name,
+      "', which has ",
+      ndim,
+      " dimensions");
   dim = dim < 0 && ndim > 0 ? dim + ndim : std::max<int64_t>(dim, 0);
   const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
   auto strides = dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
@@ -62,7 +69,8 @@ Bucket& Unit::bucket_for(const Mesh& mesh, const UnitSpec& spec) {
     }
   }
   const bool pin = offload_ && offload_->pin_memory;
-  BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype};
+  BucketOptions options{
+      mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype};
   buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
   return *buckets_.back();
 }
@@ -189,17 +197,24 @@ void Unit::discard_private() {
   reshard();
 }
 
-void Unit::use_gather_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap) {
+void Unit::gather_through(CollectiveFn all_gather) {
   reshard();
   for (auto& bucket : buckets_) {
-    bucket->gather_group = wrap(bucket->shared_shard_group());
+    bucket->gather_group = with_all_gather(bucket->shared_shard_group(), all_gather);
     bucket->settle(*this);
   }
 }
 
-void Unit::use_reduce_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap) {
+void Unit::reduce_through(CollectiveFn reduce_scatter) {
   for (auto& bucket : buckets_) {
-    bucket->reduce_group = wrap(bucket->shared_shard_group());
+    bucket->reduce_group = with_reduce_scatter(bucket->shared_shard_group(), reduce_scatter);
+  }
+}
+
+void Unit::separate_reductions(bool separate) {
+  for (auto& bucket : buckets_) {
+    auto group = bucket->shared_shard_group();
+    bucket->reduce_group = separate ? group->split(/*color=*/0, label("set_separate_reduce_scatter_group")) : group;
   }
 }
 
@@ -263,7 +278,7 @@ bool Unit::has_gradients() const {
 
 bool Unit::misses_gradients() const {
   return policy.reduce_unused_params && !reduced &&
-      std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
+         std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
 }
 
 int64_t Unit::gradient_bytes() const {

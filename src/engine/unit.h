@@ -8,8 +8,8 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <fsdp/fully_shard.h>
 #include <fsdp/mesh.h>
+#include <fsdp/policy.h>
 
 #include "engine/bucket.h"
 #include "engine/param.h"
@@ -59,8 +59,12 @@ struct UnitPolicy {
   std::optional<c10::Stream> all_reduce_hook_stream;
 };
 
+/// A collective that a user brings: output, input, group.
+using CollectiveFn = std::function<void(at::Tensor&, const at::Tensor&, Group&)>;
+
 /// Parameters that are unsharded, resharded and reduced together. Kept alive by the handles' storages.
-/// The state changes in `unshard`, `wait`, `reshard` and nowhere else. Not thread safe by itself: the runtime's lock covers it.
+/// The state changes in `unshard`, `wait`, `reshard` and nowhere else. Not thread safe by itself: the runtime's lock
+/// covers it.
 class Unit : public std::enable_shared_from_this<Unit> {
  public:
   /// Collective: the ranks must give the same parameters in the same order.
@@ -106,7 +110,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   const std::shared_ptr<Runtime>& shared_runtime() const {
     return runtime_;
   }
-  /// `number`: in the order of `fully_shard` calls below one root.
+  /// `number`: within the runtime, the same on all ranks.
   void join(std::shared_ptr<Runtime> runtime, int number);
   int number() const {
     return number_;
@@ -129,7 +133,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void unshard();
   /// arriving -> whole. The handles have memory when it returns.
   void wait();
-  /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the backward.
+  /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the
+  /// backward.
   void reshard(bool after_forward = false);
   /// whole -> whole, but writable: changes reach the shards at the next reshard.
   void make_private();
@@ -145,9 +150,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   // -- other collectives
 
-  /// Puts what `wrap` makes of each mesh's shard group in place of it. Collective: the shards move.
-  void use_gather_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap);
-  void use_reduce_group(const std::function<std::shared_ptr<Group>(std::shared_ptr<Group>)>& wrap);
+  /// Gathers, or reductions, go through a function of the user's. Collective: the shards move.
+  void gather_through(CollectiveFn all_gather);
+  void reduce_through(CollectiveFn reduce_scatter);
+  /// Reductions use a communicator of their own, or the one that gathers use. Collective.
+  void separate_reductions(bool separate);
   bool has_other_gather_group() const;
 
   // -- shards

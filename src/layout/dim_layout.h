@@ -7,10 +7,11 @@
 
 namespace fsdp::layout {
 
-/// How one parameter is cut along one dimension, as `torch.chunk` cuts: every rank gets ceil(size / ranks) rows, the last ranks
-/// less or nothing. A 0-dim parameter belongs to rank 0. Immutable.
+/// How one parameter is cut along one dimension, as `torch.chunk` cuts: every rank gets ceil(size / ranks) rows, the
+/// last ranks less or nothing. A 0-dim parameter belongs to rank 0. Immutable.
 ///
-/// "Slices" is the one-dimensional tensor of all ranks' shards, one after another; it has as many elements as the parameter.
+/// "Slices" is the one-dimensional tensor of all ranks' shards, one after another; it has as many elements as the
+/// parameter.
 class DimLayout {
  public:
   /// `strides` must be dense (some permutation of contiguous).

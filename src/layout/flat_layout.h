@@ -12,8 +12,8 @@ struct Range {
   int64_t length = 0;
 };
 
-/// Many parameters laid one after another in one flat parameter, padded at its end so that every rank gets the same number of
-/// elements. A rank's share begins and ends anywhere in a parameter. Immutable.
+/// Many parameters laid one after another in one flat parameter, padded at its end so that every rank gets the same
+/// number of elements. A rank's share begins and ends anywhere in a parameter. Immutable.
 class FlatLayout {
  public:
   FlatLayout(std::vector<int64_t> numels, int ranks);

@@ -57,7 +57,7 @@ struct Recipe {
 };
 
 std::map<int, Recipe> recipes_of(torch::nn::Module& root) {
-  std::map<int, Recipe> recipes; // by number: the order in which `fully_shard` was called
+  std::map<int, Recipe> recipes; // by number: parents come before their children
   for (const auto& item : root.named_modules("", /*include_self=*/true)) {
     if (auto unit = nn::registry::find(*item.value())) {
       auto& recipe = recipes[unit->number()];
@@ -130,7 +130,8 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
   for (const auto& item : copy->named_modules("", /*include_self=*/false)) {
     modules[item.key()] = item.value().get();
   }
-  for (const auto& [number, recipe] : recipes) {
+  for (auto item = recipes.rbegin(); item != recipes.rend(); ++item) { // children first
+    const Recipe& recipe = item->second;
     std::vector<torch::nn::Module*> same;
     for (const auto& path : recipe.paths) {
       same.push_back(modules.at(path));
@@ -150,12 +151,20 @@ void ema_update_(torch::nn::Module& average, const torch::nn::Module& model, dou
   auto average_buffers = average.buffers(), buffers = model.buffers();
   FSDP_CHECK(
       averages.size() == values.size() && average_buffers.size() == buffers.size(),
-      "[ema_update_] the average has ", averages.size(), " parameters and the model ", values.size(),
+      "[ema_update_] the average has ",
+      averages.size(),
+      " parameters and the model ",
+      values.size(),
       ": make the average with fsdp::clone(model)");
   for (size_t i = 0; i < averages.size(); ++i) {
     FSDP_CHECK(
         averages[i].sizes() == values[i].sizes(),
-        "[ema_update_] shard ", i, " has sizes ", averages[i].sizes(), " in the average and ", values[i].sizes(),
+        "[ema_update_] shard ",
+        i,
+        " has sizes ",
+        averages[i].sizes(),
+        " in the average and ",
+        values[i].sizes(),
         " in the model: make the average with fsdp::clone(model)");
     averages[i].lerp_(values[i].detach(), 1 - decay);
   }

@@ -48,8 +48,8 @@ int64_t gradient_bytes(const Unit& unit) {
   int64_t bytes = 0;
   for (const auto& param : unit.params()) {
     if (param->trainable()) {
-      const auto widest = std::max(
-          c10::elementSize(unit.reduce_dtype_of(*param)), c10::elementSize(param->gathered_dtype()));
+      const auto widest =
+          std::max(c10::elementSize(unit.reduce_dtype_of(*param)), c10::elementSize(param->gathered_dtype()));
       bytes += param->layout().numel() * static_cast<int64_t>(widest);
     }
   }
@@ -92,8 +92,8 @@ int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {
   return sum;
 }
 
-// Shards and their gradients; units that stay whole; the one in use, the one before it and the one prefetched; gradients arriving and
-// in flight.
+// Shards and their gradients; units that stay whole; the one in use, the one before it and the one prefetched;
+// gradients arriving and in flight.
 int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
   std::vector<int64_t> passing, gradients;
   int64_t staying = 0, shard_gradients = 0;
@@ -106,7 +106,8 @@ int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
       shard_gradients += param->trainable() ? static_cast<int64_t>(param->shard().nbytes()) : 0;
     }
   }
-  return bytes_shard + shard_gradients + staying + sum_of_largest(passing, 3) + sum_of_largest(gradients, in_flight + 1);
+  return bytes_shard + shard_gradients + staying + sum_of_largest(passing, 3) +
+         sum_of_largest(gradients, in_flight + 1);
 }
 
 std::vector<Unit*> units_of(const torch::nn::Module& module) {
@@ -135,11 +136,18 @@ Description describe(const torch::nn::Module& module) {
 }
 
 std::string Description::str() const {
-  std::vector<std::vector<std::string>> rows{{"unit", "tensors", "parameters", "whole", "per rank", "dtype", "mesh", "policy"}};
+  std::vector<std::vector<std::string>> rows{
+      {"unit", "tensors", "parameters", "whole", "per rank", "dtype", "mesh", "policy"}};
   for (const auto& unit : units) {
     rows.push_back(
-        {unit.name, std::to_string(unit.parameters), std::to_string(unit.numel), human_bytes(unit.bytes_whole),
-         human_bytes(unit.bytes_shard), unit.dtype, unit.mesh, unit.policy});
+        {unit.name,
+         std::to_string(unit.parameters),
+         std::to_string(unit.numel),
+         human_bytes(unit.bytes_whole),
+         human_bytes(unit.bytes_shard),
+         unit.dtype,
+         unit.mesh,
+         unit.policy});
   }
   std::vector<size_t> widths(rows[0].size());
   for (const auto& row : rows) {
@@ -151,8 +159,8 @@ std::string Description::str() const {
   for (const auto& row : rows) {
     for (size_t column = 0; column < row.size(); ++column) {
       const bool number = column >= 1 && column <= 4;
-      out << (column == 0 ? "" : "  ") << (number ? std::right : std::left) << std::setw(static_cast<int>(widths[column]))
-          << row[column];
+      out << (column == 0 ? "" : "  ") << (number ? std::right : std::left)
+          << std::setw(static_cast<int>(widths[column])) << row[column];
     }
     out << "\n";
   }

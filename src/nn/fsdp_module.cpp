@@ -3,7 +3,6 @@
 #include <fsdp/fully_shard.h>
 
 #include "base/check.h"
-#include "comm/custom_group.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -30,7 +29,13 @@ void for_each_unit(Unit& top, bool recurse, const Do& apply) {
 void check_root(const Unit& unit, const char* operation) {
   FSDP_CHECK(
       unit.parent() == nullptr,
-      "[", operation, "] is for the root, but '", unit.display_name(), "' lies below '", unit.parent()->display_name(), "'");
+      "[",
+      operation,
+      "] is for the root, but '",
+      unit.display_name(),
+      "' lies below '",
+      unit.parent()->display_name(),
+      "'");
 }
 
 std::vector<std::weak_ptr<Unit>> units_of(const std::vector<FSDPModule>& modules) {
@@ -114,13 +119,13 @@ void FSDPModule::set_custom_all_gather(AllGatherFn all_gather) {
   auto guard = unit_->runtime().lock();
   engine::InternalScope scope;
   FSDP_CHECK(all_gather != nullptr, "[set_custom_all_gather] the function is empty");
-  unit_->use_gather_group([&](std::shared_ptr<Group> group) { return with_all_gather(std::move(group), all_gather); });
+  unit_->gather_through(std::move(all_gather));
 }
 
 void FSDPModule::set_custom_reduce_scatter(ReduceScatterFn reduce_scatter) {
   auto guard = unit_->runtime().lock();
   FSDP_CHECK(reduce_scatter != nullptr, "[set_custom_reduce_scatter] the function is empty");
-  unit_->use_reduce_group([&](std::shared_ptr<Group> group) { return with_reduce_scatter(std::move(group), reduce_scatter); });
+  unit_->reduce_through(std::move(reduce_scatter));
 }
 
 void FSDPModule::set_all_reduce_hook(std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream) {
@@ -152,17 +157,14 @@ void FSDPModule::set_reduce_scatter_unused_params(bool enable, bool recurse) {
 void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool) {
   FSDP_CHECK(
       max_input_buffers >= 1,
-      "[set_reduce_scatter_max_input_buffers] at least 1 buffer is needed, not ", max_input_buffers);
+      "[set_reduce_scatter_max_input_buffers] at least 1 buffer is needed, not ",
+      max_input_buffers);
   auto& reducer = unit_->runtime().reducer();
   reducer.set_max_in_flight(max_input_buffers);
 }
 
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {
-  for_each_unit(*unit_, recurse, [&](Unit& unit) {
-    unit.use_reduce_group([&](std::shared_ptr<Group> group) -> std::shared_ptr<Group> {
-      return enable ? group->split(/*color=*/0, unit.label("set_separate_reduce_scatter_group")) : group;
-    });
-  });
+  for_each_unit(*unit_, recurse, [&](Unit& unit) { unit.separate_reductions(enable); });
 }
 
 void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
@@ -172,7 +174,8 @@ void FSDPModule::set_unshard_in_backward(bool unshard_in_backward) {
 void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
   FSDP_CHECK(
       !enable || !unit_->has_other_gather_group(),
-      "[set_allocate_memory_from_process_group_for_comm] this unit has collectives of its own, which bring their own memory: ",
+      "[set_allocate_memory_from_process_group_for_comm] this unit has collectives of its own, which bring their own "
+      "memory: ",
       "use one or the other");
   unit_->policy.memory_from_process_group = enable;
 }

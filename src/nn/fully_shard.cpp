@@ -29,14 +29,17 @@ using engine::Unit;
 void check_device(c10::Device device) {
   FSDP_CHECK(
       c10::impl::hasDeviceGuardImpl(device.type()) && device.type() != c10::kMeta,
-      "[fully_shard] the mesh is on '", device, "', which this LibTorch has no support for: build the mesh on \"cpu\" or on a device ",
+      "[fully_shard] the mesh is on '",
+      device,
+      "', which this LibTorch has no support for: build the mesh on \"cpu\" or on a device ",
       "that torch::Device can use here");
 }
 
 void check_mesh(const Mesh& mesh) {
   FSDP_CHECK(
       mesh.ndim() == 1 || mesh.ndim() == 2,
-      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not ", mesh.str(),
+      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not ",
+      mesh.str(),
       ": slice it, as in mesh[\"shard\"]");
   FSDP_CHECK(
       mesh.ndim() == 1 || !mesh.names().empty(),
@@ -50,7 +53,12 @@ void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
   const int64_t shards = mesh.sizes().back();
   FSDP_CHECK(
       !ranks || (*ranks >= 1 && *ranks <= shards && shards % *ranks == 0),
-      "[fully_shard] reshard_after_forward = ", *ranks, " must divide the ", shards, " ranks of the shard dimension of ", mesh.str());
+      "[fully_shard] reshard_after_forward = ",
+      *ranks,
+      " must divide the ",
+      shards,
+      " ranks of the shard dimension of ",
+      mesh.str());
 }
 
 // Ranks that shard different models would wait for one another, or mix up their parameters.
@@ -67,7 +75,14 @@ void check_same_everywhere(const engine::UnitSpec& spec) {
   for (int rank = 0; rank < group.size(); ++rank) {
     FSDP_CHECK(
         all[rank] == mine.str(),
-        "[fully_shard] rank ", group.rank(), " and rank ", rank, " shard different parameters:\n", mine.str(), "against\n", all[rank],
+        "[fully_shard] rank ",
+        group.rank(),
+        " and rank ",
+        rank,
+        " shard different parameters:\n",
+        mine.str(),
+        "against\n",
+        all[rank],
         "Build the same model on every rank");
   }
 }
@@ -88,7 +103,8 @@ void check_materialized(const Found& found) {
   }
   FSDP_CHECK(
       on_meta.empty(),
-      "[fully_shard] parameters have to be materialized from the meta device first, but these were not: ", join(on_meta));
+      "[fully_shard] parameters have to be materialized from the meta device first, but these were not: ",
+      join(on_meta));
 }
 
 std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const nn::Slot& slot) {
@@ -98,8 +114,15 @@ std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, con
 void check_one_mesh(const Param& param, const nn::Slot& slot, const std::optional<ShardPlacement>& placement) {
   FSDP_CHECK(
       !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
-      "[fully_shard] '", slot.path, "' is the same parameter as '", param.name(), "', which already lies on ",
-      param.bucket().options().mesh.str(), ": a parameter cannot be in two meshes, and ", placement->mesh->str(), " was asked for");
+      "[fully_shard] '",
+      slot.path,
+      "' is the same parameter as '",
+      param.name(),
+      "', which already lies on ",
+      param.bucket().options().mesh.str(),
+      ": a parameter cannot be in two meshes, and ",
+      placement->mesh->str(),
+      " was asked for");
 }
 
 Found find_parameters(std::vector<nn::Slot> slots, const FullyShardOptions& options) {
@@ -127,7 +150,12 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
       check_mesh(*param.placement.mesh);
       FSDP_CHECK(
           param.placement.mesh->device() == mesh.device(),
-          "[fully_shard] '", param.name, "' is to lie on ", param.placement.mesh->str(), ", its unit on ", mesh.str(),
+          "[fully_shard] '",
+          param.name,
+          "' is to lie on ",
+          param.placement.mesh->str(),
+          ", its unit on ",
+          mesh.str(),
           ": both have to be on one kind of device");
     }
   }
@@ -161,7 +189,9 @@ std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, 
   check_placement_meshes(found, mesh);
   FSDP_CHECK(
       !found.params.empty() || found.in_units > 0,
-      "[fully_shard] the module '", name, "' has no parameters, nor have the modules below it: there is nothing to shard");
+      "[fully_shard] the module '",
+      name,
+      "' has no parameters, nor have the modules below it: there is nothing to shard");
   const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy);
   engine::UnitSpec spec{
       name,
@@ -230,7 +260,9 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
     FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null");
     FSDP_CHECK(
         nn::registry::find(*module) == nullptr,
-        "[fully_shard] was called twice on the same module (", module->name(), "): call it once, children before parents");
+        "[fully_shard] was called twice on the same module (",
+        module->name(),
+        "): call it once, children before parents");
     names.push_back(module->name());
     auto own = nn::slots_of(*module);
     slots.insert(slots.end(), own.begin(), own.end());
@@ -262,7 +294,8 @@ FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& opti
 
 FSDPModule as_fsdp(torch::nn::Module& module) {
   auto unit = nn::registry::find(module);
-  FSDP_CHECK(unit != nullptr, "[as_fsdp] fully_shard was not called on this module (", module.name(), "): call it first");
+  FSDP_CHECK(
+      unit != nullptr, "[as_fsdp] fully_shard was not called on this module (", module.name(), "): call it first");
   return FSDPModule(std::move(unit));
 }
 

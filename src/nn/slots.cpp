@@ -19,7 +19,7 @@ struct Registered : torch::nn::Module {
 
 bool reads_registered_parameters(const torch::nn::Module& module) {
   return dynamic_cast<const torch::nn::ParameterListImpl*>(&module) != nullptr ||
-      dynamic_cast<const torch::nn::ParameterDictImpl*>(&module) != nullptr;
+         dynamic_cast<const torch::nn::ParameterDictImpl*>(&module) != nullptr;
 }
 
 std::string join_path(const std::string& prefix, const std::string& name) {

@@ -18,7 +18,8 @@ namespace fsdp::nn {
 struct Slot {
   std::string path; ///< "blocks.3.fc.weight"
   at::Tensor tensor;
-  /// Puts another tensor there; null where the module reads its registered parameters itself, so that the handle has to stay.
+  /// Puts another tensor there; null where the module reads its registered parameters itself, so that the handle has to
+  /// stay.
   std::function<void(const at::Tensor&)> replace;
 };
 

@@ -64,7 +64,8 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   auto guard = unit->runtime().lock();
   FSDP_CHECK(
       !unit->runtime().in_step(),
-      "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before or after ",
+      "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
+      "or after ",
       "(after a forward without backward, call FSDPModule::reset_iter_state() on the root first)");
   unit->unshard();
   unit->wait();
@@ -74,7 +75,8 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
 }
 
 void SummonedParams::Impl::show(torch::nn::Module& module) {
-  const bool visible = !options.rank0_only || units.empty() || units[0]->mesh().coordinate(units[0]->mesh().ndim() - 1) == 0;
+  const bool visible =
+      !options.rank0_only || units.empty() || units[0]->mesh().coordinate(units[0]->mesh().ndim() - 1) == 0;
   for (auto& unit : units) {
     for (const auto& param : unit->params()) {
       // Gradients are gathered by all, shown to some.

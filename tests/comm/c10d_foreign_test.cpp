@@ -165,6 +165,59 @@ TEST(C10dForeign, OtherDevicesThanTheGroupsAreErrors) {
       kAsItIs);
 }
 
+// The gather reads the very memory that is written next: what it shows is from before.
+TEST(C10dForeign, WritesWaitForAGatherOnItsWay) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        const int64_t numel = 8 << 20;
+        const auto home = group->make_home({piece(numel, numel / 2, at::kFloat)}, {}, kTest);
+        const at::Tensor mine = view_of(home->slice(0), numel / 2, at::kFloat);
+        for (float generation = 1; generation < 6; ++generation) {
+          home->begin_write(kTest);
+          mine.fill_(generation);
+          const auto gathered = home->gather(kTest);
+          home->begin_write(kTest);
+          mine.fill_(-1);
+          gathered->wait();
+          EXPECT_TRUE(view_of(gathered->piece(0), numel, at::kFloat).eq(generation).all().item<bool>());
+          EXPECT_EQ(gathered->bytes(), numel * 4);
+        }
+        group->barrier(kTest);
+      },
+      kAsItIs);
+}
+
+TEST(C10dForeign, OffloadIsNothingSpecialOnTheCpu) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        const auto pieces = all_sorts(group->size());
+        const auto home = group->make_home(pieces, {.device = c10::kCPU, .offload = true, .pin_memory = true}, kTest);
+        fill_slices(*group, *home, pieces, 3);
+        const auto gathered = home->gather(kTest);
+        gathered->wait();
+        expect_pieces(*gathered, pieces, 3);
+        group->barrier(kTest);
+      },
+      kAsItIs);
+}
+
+TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
+  on_processes(2, [] {
+    setenv("FSDP_CHECK_ORDER", "1", /*overwrite=*/1);
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto group = Group::from(make_process_group(rendezvous, launch, kAsItIs));
+    group->barrier(kTest);
+    const Label mine{"unshard", launch.rank == 0 ? "blocks.1" : "blocks.7"};
+    const std::string message = comm_error([&] { group->barrier(mine); });
+    EXPECT_TRUE(mentions(message, "unshard of 'blocks.1'"));
+    EXPECT_TRUE(mentions(message, "unshard of 'blocks.7'"));
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 TEST(C10dForeign, NullIsAnError) {
   EXPECT_TRUE(contains(error_message([] { Group::from(c10::intrusive_ptr<c10d::ProcessGroup>()); }), "got null"));
 }

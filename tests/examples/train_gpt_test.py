@@ -45,48 +45,55 @@ class TrainGpt(unittest.TestCase):
         self.assertEqual(result.stderr, "")
         return run
 
-    def assert_same_numbers(self, first, second):
-        self.assertEqual(len(first.losses()), STEPS)
-        self.assertEqual([f"{loss:.5f}" for loss in first.losses()], [f"{loss:.5f}" for loss in second.losses()])
-        for line in (0, -1):
-            self.assertAlmostEqual(
-                first.metrics()[line]["held_back_loss"], second.metrics()[line]["held_back_loss"], places=5
-            )
-
-    def compare_with_single(self, ranks, *sharding, common=()):
+    def compare_with_single(self, ranks, *sharding, common=("--clip", 0)):
         """The sharded run and the plain one, of the same batches."""
         sharded = self.finish("--steps", STEPS, *common, *sharding, ranks=ranks)
         single = self.finish("--steps", STEPS, *common, "--single", "--ranks", ranks)
-        self.assert_same_numbers(sharded, single)
+        self.assertEqual(len(sharded.losses()), STEPS)
         self.assertEqual(single.metrics()[0]["units"], [])
         self.assertEqual(len(sharded.metrics()[0]["units"]), 3)  # two blocks and the root
+        return sharded, single
+
+    def assert_same_bits(self, ranks, *sharding, common=("--clip", 0)):
+        sharded, single = self.compare_with_single(ranks, *sharding, common=common)
+        self.assertEqual(sharded.losses(), single.losses())
+        for line in (0, -1):
+            self.assertEqual(sharded.metrics()[line]["held_back_loss"], single.metrics()[line]["held_back_loss"])
+
+    def assert_same_numbers(self, ranks, *sharding, common=("--clip", 0)):
+        """Where a sum is taken in another order than in one process, its last bit may differ."""
+        for ours, theirs in zip(*(run.losses() for run in self.compare_with_single(ranks, *sharding, common=common))):
+            self.assertAlmostEqual(ours, theirs, delta=1e-5)
 
     def test_one_rank_trains_as_plain_libtorch(self):
-        self.compare_with_single(1)
+        self.assert_same_bits(1)
 
     def test_two_ranks_train_as_plain_libtorch(self):
-        self.compare_with_single(2)
+        self.assert_same_bits(2)
 
     def test_three_ranks_train_as_plain_libtorch_though_nothing_divides_evenly(self):
-        self.compare_with_single(3)
+        self.assert_same_bits(3)
 
     def test_gradients_accumulate_as_in_plain_libtorch(self):
-        self.compare_with_single(2, common=["--accumulate", 3])
+        self.assert_same_bits(2, common=["--clip", 0, "--accumulate", 3])
+
+    def test_clipping_takes_the_norm_of_the_whole_gradient(self):
+        self.assert_same_numbers(3, common=["--clip", 0.5])
 
     def test_hybrid_mesh_changes_no_numbers(self):
-        self.compare_with_single(4, "--mesh", "2x2")
+        self.assert_same_numbers(4, "--mesh", "2x2")
 
     def test_when_to_reshard_changes_no_numbers(self):
-        self.compare_with_single(2, "--reshard-after-forward", "false")
+        self.assert_same_bits(2, "--reshard-after-forward", "false")
 
     def test_checkpointed_activations_change_no_numbers(self):
-        self.compare_with_single(2, "--checkpoint-activations")
+        self.assert_same_bits(2, "--checkpoint-activations")
 
     def test_offload_changes_no_numbers(self):
-        self.compare_with_single(2, "--offload")
+        self.assert_same_bits(2, "--offload")
 
     def test_gloo_changes_no_numbers(self):
-        self.compare_with_single(2, "--backend", "gloo")
+        self.assert_same_numbers(2, "--backend", "gloo")
 
     def test_the_loss_falls(self):
         losses = self.finish("--steps", 60, "--warmup", 5, "--lr", "1e-2", ranks=2).losses()
@@ -106,7 +113,7 @@ class TrainGpt(unittest.TestCase):
         page = run.report()
         history = json.loads(re.search(r'<script type="application/json" id="history">(.*?)</script>', page, re.S)[1])
         self.assertEqual([step["loss"] for step in history["steps"]], run.losses())
-        self.assertEqual(len(history["sample"]), 20 + len("The "))
+        self.assertTrue(history["sample"].startswith("The "))
         self.assertTrue(all(step["memory_bytes"] > 0 and step["tokens_per_second"] > 0 for step in history["steps"]))
         self.assertNotRegex(page, r'(src|href)=|https?:|@import|fetch\(')
 

@@ -25,8 +25,8 @@ std::string name_of(const ::testing::TestParamInfo<Combination>& info) {
   std::ostringstream name;
   name << "Reshard" << std::array{"True", "False", "Two"}[static_cast<int>(c.reshard)] << (c.bf16 ? "_Bf16" : "_Fp32")
        << (c.offload ? "_Offload" : "") << (c.hybrid ? "_Hybrid" : "")
-       << std::array{"", "_NoSync", "_NoAllReduce"}[static_cast<int>(c.accumulate)] << (c.checkpointed ? "_Checkpointed" : "")
-       << (c.frozen ? "_Frozen" : "");
+       << std::array{"", "_NoSync", "_NoAllReduce"}[static_cast<int>(c.accumulate)]
+       << (c.checkpointed ? "_Checkpointed" : "") << (c.frozen ? "_Frozen" : "");
   return name.str();
 }
 
@@ -36,7 +36,13 @@ std::vector<Combination> all_combinations() {
     for (int bits = 0; bits < 32; ++bits) {
       for (auto accumulate : {Accumulate::kNone, Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
         all.push_back(
-            {reshard, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, accumulate, (bits & 8) != 0, (bits & 16) != 0});
+            {reshard,
+             (bits & 1) != 0,
+             (bits & 2) != 0,
+             (bits & 4) != 0,
+             accumulate,
+             (bits & 8) != 0,
+             (bits & 16) != 0});
       }
     }
   }
@@ -75,7 +81,10 @@ class Combinations : public ::testing::TestWithParam<Combination> {};
 
 TEST_P(Combinations, TrainAsUnsharded) {
   const Combination& combination = GetParam();
-  Trial trial{.make = [&] { return make_subject(combination); }, .options = options_of(combination), .accumulate = combination.accumulate};
+  Trial trial{
+      .make = [&] { return make_subject(combination); },
+      .options = options_of(combination),
+      .accumulate = combination.accumulate};
   if (combination.hybrid) {
     expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
   } else {

@@ -25,77 +25,105 @@ void expect_error(int ranks, const std::function<void()>& mistake, const std::ve
 }
 
 TEST(Errors, FullyShardTwice) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model);
-    fully_shard(*model);
-  }, {"[fully_shard] was called twice", "children before parents"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model);
+        fully_shard(*model);
+      },
+      {"[fully_shard] was called twice", "children before parents"});
 }
 
 TEST(Errors, NoParameters) {
-  expect_error(1, [] {
-    nn::ReLU model;
-    fully_shard(*model);
-  }, {"no parameters", "nothing to shard"});
+  expect_error(
+      1,
+      [] {
+        nn::ReLU model;
+        fully_shard(*model);
+      },
+      {"no parameters", "nothing to shard"});
 }
 
 TEST(Errors, MeshOfThreeDimensions) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model, {.mesh = init_device_mesh("cpu", {1, 1, 2}, {"a", "b", "c"})});
-  }, {"one dimension (shard) or two", "slice it"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model, {.mesh = init_device_mesh("cpu", {1, 1, 2}, {"a", "b", "c"})});
+      },
+      {"one dimension (shard) or two", "slice it"});
 }
 
 TEST(Errors, HybridMeshWithoutNames) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model, {.mesh = init_device_mesh("cpu", {1, 2})});
-  }, {"hybrid mesh need names"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model, {.mesh = init_device_mesh("cpu", {1, 2})});
+      },
+      {"hybrid mesh need names"});
 }
 
 TEST(Errors, ReshardToARankCountThatDoesNotDivide) {
-  expect_error(4, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model, {.reshard_after_forward = 3});
-  }, {"reshard_after_forward = 3", "must divide the 4 ranks"});
+  expect_error(
+      4,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model, {.reshard_after_forward = 3});
+      },
+      {"reshard_after_forward = 3", "must divide the 4 ranks"});
 }
 
 TEST(Errors, ShardDimensionThatIsNotThere) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model, {.shard_placement_fn = [](const at::Tensor&, const std::string&) { return ShardPlacement{1}; }});
-  }, {"dimension 1 for 'bias'", "1 dimensions"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(
+            *model, {.shard_placement_fn = [](const at::Tensor&, const std::string&) { return ShardPlacement{1}; }});
+      },
+      {"dimension 1 for 'bias'", "1 dimensions"});
 }
 
 TEST(Errors, MetaParameters) {
-  expect_error(1, [] {
-    nn::Sequential model(nn::Linear(4, 4));
-    model->register_parameter("weight", torch::empty({4, 4}, torch::kMeta));
-    fully_shard(*model);
-  }, {"materialized from the meta device", "weight"});
+  expect_error(
+      1,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        model->register_parameter("weight", torch::empty({4, 4}, torch::kMeta));
+        fully_shard(*model);
+      },
+      {"materialized from the meta device", "weight"});
 }
 
 TEST(Errors, AParameterInTwoMeshes) {
-  expect_error(4, [] {
-    nn::Sequential model(nn::Linear(4, 4));
-    auto mesh = init_device_mesh("cpu", {2, 2}, {"a", "b"});
-    auto handle = model[0]->as<nn::Linear>()->weight;
-    fully_shard(*model[0], {.mesh = mesh["a"]});
-    struct TiedImpl : nn::Module {};
-    auto tied = std::make_shared<TiedImpl>();
-    tied->register_parameter("weight", handle);
-    tied->register_parameter("own", torch::randn({4}));
-    fully_shard(*tied, {.shard_placement_fn = [&](const at::Tensor&, const std::string&) {
-                          return ShardPlacement{0, mesh["b"]};
-                        }});
-  }, {"cannot be in two meshes"});
+  expect_error(
+      4,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        auto mesh = init_device_mesh("cpu", {2, 2}, {"a", "b"});
+        auto handle = model[0]->as<nn::Linear>()->weight;
+        fully_shard(*model[0], {.mesh = mesh["a"]});
+        struct TiedImpl : nn::Module {};
+        auto tied = std::make_shared<TiedImpl>();
+        tied->register_parameter("weight", handle);
+        tied->register_parameter("own", torch::randn({4}));
+        fully_shard(*tied, {.shard_placement_fn = [&](const at::Tensor&, const std::string&) {
+          return ShardPlacement{0, mesh["b"]};
+        }});
+      },
+      {"cannot be in two meshes"});
 }
 
 TEST(Errors, DifferentModelsOnDifferentRanks) {
-  expect_error(2, [] {
-    nn::Linear model(4, rank() == 0 ? 4 : 5);
-    fully_shard(*model);
-  }, {"shard different parameters", "Build the same model on every rank"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, rank() == 0 ? 4 : 5);
+        fully_shard(*model);
+      },
+      {"shard different parameters", "Build the same model on every rank"});
 }
 
 TEST(Errors, AnUnsupportedDevice) {
@@ -103,10 +131,13 @@ TEST(Errors, AnUnsupportedDevice) {
 }
 
 TEST(Errors, AsFsdpOfAPlainModule) {
-  expect_error(1, [] {
-    nn::Linear model(4, 4);
-    as_fsdp(*model);
-  }, {"[as_fsdp] fully_shard was not called on this module"});
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        as_fsdp(*model);
+      },
+      {"[as_fsdp] fully_shard was not called on this module"});
 }
 
 TEST(Errors, ShardedOfAPlainTensor) {
@@ -114,85 +145,116 @@ TEST(Errors, ShardedOfAPlainTensor) {
 }
 
 TEST(Errors, AnOptimizerBuiltBeforeFullyShard) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    torch::optim::SGD optimizer(model->parameters(), 0.1);
-    fully_shard(*model);
-    model->forward(torch::ones({2, 4})).sum().backward();
-    optimizer.step();
-  }, {"after fully_shard", "model->parameters()"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        torch::optim::SGD optimizer(model->parameters(), 0.1);
+        fully_shard(*model);
+        model->forward(torch::ones({2, 4})).sum().backward();
+        optimizer.step();
+      },
+      {"after fully_shard", "model->parameters()"});
 }
 
 TEST(Errors, AWriteToAHandleInTheMiddleOfAStep) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model);
-    auto loss = model->forward(torch::ones({2, 4})).sum();
-    torch::NoGradGuard no_grad;
-    model->weight.zero_();
-  }, {"'weight' was written between the beginning of a forward and the end of its backward", "reset_iter_state"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model);
+        auto loss = model->forward(torch::ones({2, 4})).sum();
+        torch::NoGradGuard no_grad;
+        model->weight.zero_();
+      },
+      {"'weight' was written between the beginning of a forward and the end of its backward", "reset_iter_state"});
 }
 
 TEST(Errors, RawAccessToAHollowHandle) {
   for (bool is_const : {true, false}) {
-    expect_error(2, [&] {
-      nn::Linear model(4, 4);
-      fully_shard(*model);
-      is_const ? static_cast<const void*>(model->weight.const_data_ptr<float>()) : model->weight.mutable_data_ptr<float>();
-    }, {"raw access to the parameter 'weight'", "summon_full_params"});
+    expect_error(
+        2,
+        [&] {
+          nn::Linear model(4, 4);
+          fully_shard(*model);
+          is_const ? static_cast<const void*>(model->weight.const_data_ptr<float>())
+                   : model->weight.mutable_data_ptr<float>();
+        },
+        {"raw access to the parameter 'weight'", "summon_full_params"});
   }
 }
 
 TEST(Errors, SummonInTheMiddleOfAStep) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model);
-    auto loss = model->forward(torch::ones({2, 4})).sum();
-    auto guard = summon_full_params(*model);
-  }, {"[summon_full_params] was called between"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model);
+        auto loss = model->forward(torch::ones({2, 4})).sum();
+        auto guard = summon_full_params(*model);
+      },
+      {"[summon_full_params] was called between"});
 }
 
 TEST(Errors, SummonWritesBackFromNobody) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model);
-    auto guard = summon_full_params(*model, {.rank0_only = true});
-  }, {"set writeback = false"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model);
+        auto guard = summon_full_params(*model, {.rank0_only = true});
+      },
+      {"set writeback = false"});
 }
 
 TEST(Errors, RootOnlySettersBelowTheRoot) {
-  expect_error(2, [] {
-    nn::Sequential model(nn::Linear(4, 4));
-    auto below = fully_shard(*model[0]);
-    fully_shard(*model);
-    below.reset_iter_state();
-  }, {"[reset_iter_state] is for the root"});
+  expect_error(
+      2,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        auto below = fully_shard(*model[0]);
+        fully_shard(*model);
+        below.reset_iter_state();
+      },
+      {"[reset_iter_state] is for the root"});
 }
 
 TEST(Errors, ArgumentsOfSetters) {
-  expect_error(1, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model).set_reduce_scatter_max_input_buffers(0);
-  }, {"at least 1 buffer"});
-  expect_error(1, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model).set_gradient_divide_factor(0);
-  }, {"cannot be divided by 0"});
-  expect_error(1, [] {
-    nn::Linear model(4, 4);
-    auto unit = fully_shard(*model);
-    unit.set_custom_all_gather([](at::Tensor&, const at::Tensor&, Group&) {});
-    unit.set_allocate_memory_from_process_group_for_comm(true);
-  }, {"use one or the other"});
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model).set_reduce_scatter_max_input_buffers(0);
+      },
+      {"at least 1 buffer"});
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model).set_gradient_divide_factor(0);
+      },
+      {"cannot be divided by 0"});
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        auto unit = fully_shard(*model);
+        unit.set_custom_all_gather([](at::Tensor&, const at::Tensor&, Group&) {});
+        unit.set_allocate_memory_from_process_group_for_comm(true);
+      },
+      {"use one or the other"});
 }
 
 TEST(Errors, ShardsReplacedByWholeTensors) {
-  expect_error(2, [] {
-    nn::Linear model(4, 4);
-    fully_shard(*model);
-    model->parameters()[0].set_data(torch::ones({4, 4}));
-    model->forward(torch::ones({2, 4}));
-  }, {"the shard of 'weight' was replaced", "this rank's piece"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model);
+        model->parameters()[0].set_data(torch::ones({4, 4}));
+        model->forward(torch::ones({2, 4}));
+      },
+      {"the shard of 'weight' was replaced", "this rank's piece"});
 }
 
 } // namespace

@@ -19,7 +19,11 @@ class FsdpModule : public ::testing::TestWithParam<int> {
   /// Training is the same with the setters called.
   void train_with(std::function<void(Subject&, FSDPModule&)> prepare, FullyShardOptions options = {}) {
     expect_parity(
-        {.make = [] { return subjects::tied(); }, .options = std::move(options), .steps = 4, .prepare = std::move(prepare)}, GetParam());
+        {.make = [] { return subjects::tied(); },
+         .options = std::move(options),
+         .steps = 4,
+         .prepare = std::move(prepare)},
+        GetParam());
   }
 };
 
@@ -43,7 +47,8 @@ TEST_P(FsdpModule, ExplicitPrefetch) {
 TEST_P(FsdpModule, CustomCollectives) {
   train_with([](Subject&, FSDPModule& root) {
     root.set_custom_all_gather([](at::Tensor& output, const at::Tensor& input, Group& group) {
-      auto home = group.make_home({{output.numel(), input.numel(), input.scalar_type(), input.scalar_type()}}, {}, {"custom", ""});
+      auto home = group.make_home(
+          {{output.numel(), input.numel(), input.scalar_type(), input.scalar_type()}}, {}, {"custom", ""});
       home->begin_write({"custom", ""});
       torch::from_blob(home->slice(0), {input.numel()}, input.options()).copy_(input);
       auto gathered = home->gather({"custom", ""});
@@ -80,10 +85,12 @@ TEST_P(FsdpModule, SchedulingKnobsChangeNoBit) {
 
 TEST_P(FsdpModule, AllReduceHookSeesTheReducedGradients) {
   std::atomic<int> calls{0};
-  train_with([&](Subject&, FSDPModule& root) { root.set_all_reduce_hook([&](at::Tensor& slice) {
-    ++calls;
-    slice.mul_(2).div_(2);
-  }); });
+  train_with([&](Subject&, FSDPModule& root) {
+    root.set_all_reduce_hook([&](at::Tensor& slice) {
+      ++calls;
+      slice.mul_(2).div_(2);
+    });
+  });
   EXPECT_GT(calls, 0);
 }
 

@@ -235,6 +235,7 @@ TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
     auto copy = fsdp::clone(model);
     EXPECT_TRUE(is_fsdp(*copy->first));
     EXPECT_FALSE(copy->named_parameters()["first.bias"].requires_grad());
+    EXPECT_EQ(describe(*copy).str(), describe(*model).str()); // unit by unit
     const auto x = torch::ones({2, 5});
     EXPECT_TRUE(torch::equal(copy->forward(x), model->forward(x)));
     {
@@ -324,7 +325,8 @@ TEST_P(Handles, BoundariesCast) {
     fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16, .output_dtype = torch::kDouble}});
     EXPECT_EQ(model(x).scalar_type(), torch::kDouble);
     EXPECT_EQ(model->seen, torch::kBFloat16);
-    EXPECT_EQ(model->forward(x).scalar_type(), torch::kBFloat16); // no boundary, but matrix products take what they are given
+    EXPECT_EQ(
+        model->forward(x).scalar_type(), torch::kBFloat16); // no boundary, but matrix products take what they are given
     EXPECT_EQ(model->seen, torch::kFloat);
     EXPECT_EQ(call_method(model, "encode", &EncoderImpl::encode, x).scalar_type(), torch::kBFloat16);
     register_fsdp_forward_method(*model, "encode");

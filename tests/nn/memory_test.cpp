@@ -15,8 +15,12 @@ using engine::EventKind;
 
 std::string text_of(const engine::Event& event) {
   static const std::map<EventKind, std::string> words{
-      {EventKind::kUnshard, "+"}, {EventKind::kWait, "="}, {EventKind::kReshard, "-"},
-      {EventKind::kReduce, "R"}, {EventKind::kReduced, "r"}, {EventKind::kEndBackward, "end"}};
+      {EventKind::kUnshard, "+"},
+      {EventKind::kWait, "="},
+      {EventKind::kReshard, "-"},
+      {EventKind::kReduce, "R"},
+      {EventKind::kReduced, "r"},
+      {EventKind::kEndBackward, "end"}};
   return words.at(event.kind) + (event.unit == nullptr ? "" : event.unit->empty() ? "root" : *event.unit);
 }
 
@@ -79,8 +83,7 @@ TEST(Schedules, APlainStepIsFirstCarefulThenAhead) {
     const auto x = torch::ones({2, 4});
     auto run = [&] { stack.module->forward(x).backward(); };
     // Nothing is known yet: the unit touched before stays until another two are.
-    EXPECT_EQ(
-        stack.step(run), std::string("+root =root +0 =0 +1 =1 -0 +2 =2 -1 +3 =3 -2 -3 ") + kCarefulBackward);
+    EXPECT_EQ(stack.step(run), std::string("+root =root +0 =0 +1 =1 -0 +2 =2 -1 +3 =3 -2 -3 ") + kCarefulBackward);
     EXPECT_EQ(stack.step(run), kLearned);
     EXPECT_EQ(stack.step(run), kLearned);
   });
@@ -131,7 +134,9 @@ TEST(Schedules, AUnitUsedAgainIsReducedAfterItsLastGradient) {
   on_threads(2, [] {
     Stack stack;
     const auto x = torch::ones({2, 4});
-    auto run = [&] { stack.module->forward(torch::tanh(stack.module->layers[0](stack.module->forward(x) * x))).backward(); };
+    auto run = [&] {
+      stack.module->forward(torch::tanh(stack.module->layers[0](stack.module->forward(x) * x))).backward();
+    };
     stack.step(run);
     const auto line = stack.step(run);
     for (const char* unit : {"R0", "R1", "R2", "R3", "Rroot"}) {
@@ -194,8 +199,8 @@ TEST(Schedules, AloneThereIsTheSameOrder) {
 
 class MemoryBound : public ::testing::TestWithParam<int> {};
 
-// At every event: at most two passing units and the prefetched one are whole besides those that stay, and at most two reductions are in
-// flight.
+// At every event: at most two passing units and the prefetched one are whole besides those that stay, and at most two
+// reductions are in flight.
 TEST_P(MemoryBound, HoldsAtEveryEvent) {
   for (int prefetch : {0, 1, 2}) {
     for (bool checkpointed : {false, true}) {

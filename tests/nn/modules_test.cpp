@@ -23,11 +23,18 @@ Subject subject_of(std::shared_ptr<nn::Module> module, Loss loss, std::vector<st
 TEST_P(Modules, ConvolutionsWithBatchNorm) {
   train([] {
     nn::Sequential model(
-        nn::Conv2d(nn::Conv2dOptions(3, 5, 3).padding(1)), nn::GroupNorm(nn::GroupNormOptions(5, 5)), nn::ReLU(),
-        nn::ConvTranspose2d(nn::ConvTranspose2dOptions(5, 2, 2)), nn::Flatten(), nn::Linear(2 * 49, 3), nn::PReLU());
+        nn::Conv2d(nn::Conv2dOptions(3, 5, 3).padding(1)),
+        nn::GroupNorm(nn::GroupNormOptions(5, 5)),
+        nn::ReLU(),
+        nn::ConvTranspose2d(nn::ConvTranspose2dOptions(5, 2, 2)),
+        nn::Flatten(),
+        nn::Linear(2 * 49, 3),
+        nn::PReLU());
     return subject_of(
         model.ptr(),
-        [model](int rank, int step) mutable { return model->forward(subjects::data(rank, step, {2, 3, 6, 6})).pow(2).mean(); },
+        [model](int rank, int step) mutable {
+          return model->forward(subjects::data(rank, step, {2, 3, 6, 6})).pow(2).mean();
+        },
         {model[0], model[5]});
   });
 }
@@ -101,16 +108,22 @@ TEST_P(Modules, ParameterListsAndDicts) {
   train([] {
     auto net = std::make_shared<ListsImpl>();
     return subject_of(
-        net, [net](int rank, int step) { return net->forward(subjects::data(rank, step, {4, 5})).pow(2).mean(); }, {net->list.ptr()});
+        net,
+        [net](int rank, int step) {
+          return net->forward(subjects::data(rank, step, {4, 5})).pow(2).mean();
+        },
+        {net->list.ptr()});
   });
 }
 
-/// Parameters that other systems refuse: 0-dim, transposed, channels-last, expanded, integer, double, frozen, and one nobody uses.
+/// Parameters that other systems refuse: 0-dim, transposed, channels-last, expanded, integer, double, frozen, and one
+/// nobody uses.
 struct OddImpl : nn::Module {
   OddImpl() {
     scalar = register_parameter("scalar", torch::full({}, 0.7));
     transposed = register_parameter("transposed", torch::randn({5, 3}).t());
-    channels_last = register_parameter("channels_last", torch::randn({4, 2, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
+    channels_last =
+        register_parameter("channels_last", torch::randn({4, 2, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
     wide = register_parameter("wide", torch::randn({2, 3}, torch::kDouble));
     table = register_parameter("table", torch::arange(5), /*requires_grad=*/false);
     frozen = register_parameter("frozen", torch::randn({7}), /*requires_grad=*/false);
@@ -212,7 +225,8 @@ struct Double : torch::autograd::Function<Double> {
     context->save_for_backward({x, weight});
     return x * weight * 2;
   }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context, torch::autograd::variable_list grads) {
     auto saved = context->get_saved_variables();
     return {grads[0] * saved[1] * 2, (grads[0] * saved[0] * 2).sum(0)};
   }

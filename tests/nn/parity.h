@@ -90,7 +90,8 @@ inline std::vector<at::Tensor> rank_gradients(
     losses.push_back(loss.item<float>());
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (const auto& gradient = parameters[i].grad(); gradient.defined()) {
-        gradients[i] = plus(gradients[i], gradient.to(trial.options.mp_policy.reduce_dtype.value_or(gradient.scalar_type())));
+        gradients[i] =
+            plus(gradients[i], gradient.to(trial.options.mp_policy.reduce_dtype.value_or(gradient.scalar_type())));
       }
     }
   }
@@ -99,7 +100,11 @@ inline std::vector<at::Tensor> rank_gradients(
 
 /// The sums over ranks in the order in which a hybrid mesh adds: the ranks of a replica, then the replicas.
 inline std::vector<at::Tensor> step_gradients(
-    const Trial& trial, Subject& subject, const Arrangement& arrangement, int step, std::vector<std::vector<float>>& losses) {
+    const Trial& trial,
+    Subject& subject,
+    const Arrangement& arrangement,
+    int step,
+    std::vector<std::vector<float>>& losses) {
   const int backwards = backwards_of(trial.accumulate);
   // With reduce-scatters in between, each backward is added up over a replica's ranks before the next is added.
   const int together = trial.accumulate == Accumulate::kNoSync ? backwards : 1;
@@ -182,14 +187,15 @@ inline void expect_same(const at::Tensor& got, const at::Tensor& wanted, const T
   if (trial.relative_bound == 0) {
     EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
   } else {
-    EXPECT_TRUE(torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), trial.relative_bound, trial.absolute_bound))
+    EXPECT_TRUE(
+        torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), trial.relative_bound, trial.absolute_bound))
         << what << " differs by " << (got - wanted).abs().max().item<double>() << " where the largest value is "
         << wanted.abs().max().item<double>();
   }
 }
 
 /// The sharded run, on the calling rank, against the reference.
-inline void train_sharded(const Trial& trial, const Arrangement& arrangement, const Reference& reference) {
+inline void train_sharded(const Trial& trial, const Reference& reference) {
   Subject subject = make_seeded(trial);
   barrier(); // nobody draws random numbers before all have their weights
   if (trial.shard_parts) {
@@ -219,7 +225,8 @@ inline void train_sharded(const Trial& trial, const Arrangement& arrangement, co
       loss.backward();
       const float wanted = reference.losses[step][rank() * backwards + micro];
       if (trial.relative_bound == 0) {
-        ASSERT_EQ(loss.item<float>(), wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
+        ASSERT_EQ(loss.item<float>(), wanted)
+            << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
       } else {
         ASSERT_NEAR(loss.item<float>(), wanted, std::abs(wanted) * trial.relative_bound + trial.absolute_bound);
       }
@@ -239,7 +246,7 @@ inline void expect_parity(const Trial& trial, int ranks) {
   SCOPED_TRACE(::testing::Message() << ranks << " ranks");
   const Arrangement arrangement{ranks};
   const auto reference = train_unsharded(trial, arrangement);
-  on_threads(ranks, [&] { train_sharded(trial, arrangement, reference); });
+  on_threads(ranks, [&] { train_sharded(trial, reference); });
 }
 
 inline void expect_parity_hybrid(Trial trial, const Arrangement& arrangement) {
@@ -247,9 +254,8 @@ inline void expect_parity_hybrid(Trial trial, const Arrangement& arrangement) {
   const auto reference = train_unsharded(trial, arrangement);
   on_threads(arrangement.ranks(), [&] {
     Trial mine = trial;
-    mine.options.mesh =
-        init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
-    train_sharded(mine, arrangement, reference);
+    mine.options.mesh = init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
+    train_sharded(mine, reference);
   });
 }
 

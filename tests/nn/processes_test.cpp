@@ -21,7 +21,7 @@ void train_on_processes(const char* backend, const Trial& trial, int ranks) {
     const Arrangement arrangement{ranks};
     const auto reference = train_unsharded(trial, arrangement);
     init({.backend = backend, .device = "cpu"});
-    train_sharded(trial, arrangement, reference);
+    train_sharded(trial, reference);
     shutdown();
   });
 }
@@ -31,10 +31,13 @@ TEST_P(Processes, SharedMemoryGivesTheBitsOfUnshardedTraining) {
 }
 
 TEST_P(Processes, GlooGivesThemWithinRounding) {
-  // Gloo's order of additions is its own: with up to 4 ranks a sum of floats may differ by 3 roundings of 2^-24 of the largest partial
-  // sum; AdamW divides a gradient by its own size, so where one is almost zero a step may differ by a fraction of lr = 1e-2.
+  // Gloo's order of additions is its own: with up to 4 ranks a sum of floats may differ by 3 roundings of 2^-24 of the
+  // largest partial sum; AdamW divides a gradient by its own size, so where one is almost zero a step may differ by a
+  // fraction of lr = 1e-2.
   train_on_processes(
-      "gloo", {.make = [] { return subjects::tied(); }, .steps = 5, .relative_bound = 1e-4, .absolute_bound = 1e-4}, GetParam());
+      "gloo",
+      {.make = [] { return subjects::tied(); }, .steps = 5, .relative_bound = 1e-4, .absolute_bound = 1e-4},
+      GetParam());
 }
 
 TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
@@ -45,7 +48,11 @@ TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
   // As above, on top of which bfloat16 rounds the parameters: one unit in the last of 8 places may flip.
   train_on_processes(
       "gloo",
-      {.make = [] { return subjects::tied(); }, .options = options, .steps = 3, .relative_bound = 2e-2, .absolute_bound = 2e-2},
+      {.make = [] { return subjects::tied(); },
+       .options = options,
+       .steps = 3,
+       .relative_bound = 2e-2,
+       .absolute_bound = 2e-2},
       GetParam());
 }
 

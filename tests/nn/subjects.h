@@ -20,7 +20,10 @@ inline at::Tensor tokens(int rank, int step, std::vector<int64_t> sizes, int64_t
 /// Sizes that no rank count divides; some ranks get nothing of the last bias.
 inline Subject mlp() {
   auto model = torch::nn::Sequential(
-      torch::nn::Linear(7, 13), torch::nn::GELU(), torch::nn::Linear(13, 5), torch::nn::LayerNorm(torch::nn::LayerNormOptions({5})),
+      torch::nn::Linear(7, 13),
+      torch::nn::GELU(),
+      torch::nn::Linear(13, 5),
+      torch::nn::LayerNorm(torch::nn::LayerNormOptions({5})),
       torch::nn::Linear(5, 1));
   Subject subject{model.ptr(), {}, {model[0], model[2]}};
   subject.loss = [model](int rank, int step) mutable { return model->forward(data(rank, step, {4, 7})).pow(2).mean(); };
@@ -54,7 +57,8 @@ struct TiedImpl : torch::nn::Module {
     auto x = embedding(ids) * scale;
     for (const auto& module : *blocks) {
       auto* block = module->as<Block>();
-      x = checkpointed ? checkpoint([block](const at::Tensor& in) { return block->forward(in); }, x) : block->forward(x);
+      x = checkpointed ? checkpoint([block](const at::Tensor& in) { return block->forward(in); }, x)
+                       : block->forward(x);
     }
     return torch::matmul(x, embedding->weight.t());
   }

@@ -2,46 +2,46 @@
 
 #include <c10/util/Exception.h>
 
-#include "comm/shm/reduce.h"
+#include "comm/rank_order.h"
 
 namespace fsdp::adapter {
 namespace {
 
-std::optional<shm::Number> number_of(c10::ScalarType dtype) {
+std::optional<rank_order::Number> number_of(c10::ScalarType dtype) {
   switch (dtype) {
     case at::kFloat:
-      return shm::Number::kFloat;
+      return rank_order::Number::kFloat;
     case at::kDouble:
-      return shm::Number::kDouble;
+      return rank_order::Number::kDouble;
     case at::kHalf:
-      return shm::Number::kHalf;
+      return rank_order::Number::kHalf;
     case at::kBFloat16:
-      return shm::Number::kBFloat16;
+      return rank_order::Number::kBFloat16;
     case at::kChar:
-      return shm::Number::kInt8;
+      return rank_order::Number::kInt8;
     case at::kByte:
-      return shm::Number::kUInt8;
+      return rank_order::Number::kUInt8;
     case at::kShort:
-      return shm::Number::kInt16;
+      return rank_order::Number::kInt16;
     case at::kInt:
-      return shm::Number::kInt32;
+      return rank_order::Number::kInt32;
     case at::kLong:
-      return shm::Number::kInt64;
+      return rank_order::Number::kInt64;
     case at::kBool:
-      return shm::Number::kBool;
+      return rank_order::Number::kBool;
     default:
       return std::nullopt;
   }
 }
 
-shm::Combine combine_of(ReduceOp op) {
+rank_order::Combine combine_of(ReduceOp op) {
   switch (op) {
     case ReduceOp::kSum:
-      return shm::Combine::kSum;
+      return rank_order::Combine::kSum;
     case ReduceOp::kMax:
-      return shm::Combine::kMax;
+      return rank_order::Combine::kMax;
     case ReduceOp::kMin:
-      return shm::Combine::kMin;
+      return rank_order::Combine::kMin;
   }
   TORCH_INTERNAL_ASSERT(false, "a ReduceOp that the host does not know");
 }
@@ -53,7 +53,7 @@ bool combines_on_host(c10::ScalarType dtype) {
 }
 
 void combine_on_host(const at::Tensor& result, const std::vector<const void*>& sources, ReduceOp op, double divide_by) {
-  shm::reduce({
+  rank_order::reduce({
       .number = number_of(result.scalar_type()).value(),
       .combine = combine_of(op),
       .divide_by = divide_by,

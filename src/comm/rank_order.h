@@ -4,7 +4,7 @@
 #include <cstdint>
 
 /// Sums over ranks. Free of LibTorch's headers; the file is compiled for several instruction sets.
-namespace fsdp::shm {
+namespace fsdp::rank_order {
 
 enum class Number { kFloat, kDouble, kHalf, kBFloat16, kInt8, kUInt8, kInt16, kInt32, kInt64, kBool };
 enum class Combine { kSum, kMax, kMin };
@@ -30,4 +30,4 @@ void reduce_baseline(const Reduction& reduction);
 /// Bytes of one number.
 size_t bytes_of(Number number);
 
-} // namespace fsdp::shm
+} // namespace fsdp::rank_order

@@ -1,4 +1,4 @@
-#include "comm/shm/reduce.h"
+#include "comm/rank_order.h"
 
 #include <cmath>
 #include <limits>
@@ -10,7 +10,7 @@
 
 #include "comm/group_checks.h"
 
-namespace fsdp::shm {
+namespace fsdp::rank_order {
 namespace {
 
 using fsdp::testing::numbers;
@@ -132,4 +132,4 @@ std::string kernel_name(const ::testing::TestParamInfo<void (*)(const Reduction&
 INSTANTIATE_TEST_SUITE_P(Kernels, Reduce, ::testing::Values(&reduce, &reduce_baseline), kernel_name);
 
 } // namespace
-} // namespace fsdp::shm
+} // namespace fsdp::rank_order

@@ -1,11 +1,11 @@
-#include "comm/shm/reduce.h"
+#include "comm/rank_order.h"
 
 #include <algorithm>
 #include <array>
 #include <bit>
 #include <type_traits>
 
-namespace fsdp::shm {
+namespace fsdp::rank_order {
 namespace {
 
 // Small enough for a block of the result to stay in the first-level cache while each rank's numbers are added to it.
@@ -257,4 +257,4 @@ size_t bytes_of(Number number) {
   return 0;
 }
 
-} // namespace fsdp::shm
+} // namespace fsdp::rank_order
