@@ -1,7 +1,7 @@
 // More than one machine: ranks meet at a TCP store and talk over the network. Here two "machines" are two terminals on
 // one. In the first:
 //
-//   torchrun --no-python --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 29500 \
+//   torchrun --no-python --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr 127.0.0.1 --master-port 29500
 //       build/bin/04_multi_host
 //
 // In the second the same with --node-rank 1. On real machines --master-addr is the first one's name. Without torchrun,

@@ -15,7 +15,7 @@ namespace {
 
 /// The options as they were written, before they are put together.
 struct Written {
-  std::string size = "small";
+  std::string size = "tiny";
   std::string mesh;
   std::string reshard;
   std::string param_dtype;
@@ -76,7 +76,7 @@ Flags make_flags(Options& options, Written& written) {
   flags.number("steps", "optimizer steps", options.steps, 1);
   flags.number("batch", "sequences per rank and micro-batch", options.batch, 1);
   flags.number("accumulate", "micro-batches per step", options.accumulate, 1);
-  flags.number("lr", "highest learning rate", options.lr, 0.0);
+  flags.number("lr", "highest learning rate; 0: half of one over the width", options.lr, 0.0);
   flags.number("warmup", "steps up to it; then a cosine down to a tenth", options.warmup, 0);
   flags.number("weight-decay", "of AdamW", options.weight_decay, 0.0);
   flags.number("clip", "largest norm of the gradient, 0 for no limit", options.clip, 0.0);
@@ -147,6 +147,9 @@ std::filesystem::path default_folder() {
 
 void complete(Options& options, const Written& written) {
   options.model = complete(options.model, written);
+  if (options.lr == 0) {
+    options.lr = 0.5 / static_cast<double>(options.model.width); // wide models need small steps
+  }
   if (!written.mesh.empty()) {
     options.mesh = read_mesh(written.mesh);
   }

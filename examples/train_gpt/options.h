@@ -18,10 +18,10 @@ struct Options {
 
   std::string data; ///< empty: a text that Python brings along
 
-  int64_t steps = 400;
+  int64_t steps = 800;
   int64_t batch = 8; ///< sequences per rank and micro-batch
   int64_t accumulate = 1; ///< micro-batches per step
-  double lr = 2e-3; ///< at its highest
+  double lr = 0; ///< at its highest
   int64_t warmup = 40; ///< steps
   double weight_decay = 0.1;
   double clip = 1.0; ///< 0: no clipping
