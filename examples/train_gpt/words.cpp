@@ -7,11 +7,16 @@
 namespace train_gpt {
 
 std::string grouped(int64_t number) {
-  std::string digits = std::to_string(number);
-  for (auto at = static_cast<int64_t>(digits.size()) - 3; at > (number < 0 ? 1 : 0); at -= 3) {
-    digits.insert(at, ",");
+  const std::string digits = std::to_string(number);
+  const size_t sign = number < 0 ? 1 : 0;
+  std::string text;
+  for (size_t i = 0; i < digits.size(); ++i) {
+    if (i > sign && (digits.size() - i) % 3 == 0) {
+      text += ',';
+    }
+    text += digits[i];
   }
-  return digits;
+  return text;
 }
 
 std::string as_bytes(double bytes) {
