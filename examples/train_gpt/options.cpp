@@ -196,6 +196,7 @@ Options parse_options(int argc, char** argv) {
     written.heads = options.model.heads;
   }
   options.values = flags.values();
+  std::erase_if(options.values, [&](const auto& value) { return value.first == "ranks" && !options.single; });
   return options;
 }
 
