@@ -66,8 +66,8 @@ struct PrivateHome::Plan {
 
  private:
   // [Note: direct gathers] A collective of its own costs each piece a fixed time, a copy-out costs time by the byte.
-  // Gloo, 2 ranks on one host: 12 slices of 256 KiB take 8 ms flat and 20 ms direct, 12 of 1 MiB 37 and 23 ms, 4 of 4
-  // MiB 70 and 27 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
+  // Gloo, 2 ranks on one host: 12 slices of 256 KiB take 6 ms flat and 14 ms direct, 12 of 1 MiB 25 and 20 ms, 4 of 4
+  // MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
   // backends that cannot group them.
   bool gathers_directly() const {
     const auto count = sent.order().size();
