@@ -24,6 +24,7 @@
 namespace train_gpt {
 namespace {
 
+// With --single, as many as a rank would have: the order of the additions in a matrix product depends on it.
 void choose_threads(const Options& options, const Team& team) {
   if (options.threads > 0) {
     torch::set_num_threads(static_cast<int>(options.threads));

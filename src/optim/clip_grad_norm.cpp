@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -8,8 +9,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/_foreach_mul.h>
 #include <ATen/ops/_foreach_norm.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/isnan.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
@@ -18,6 +21,7 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
+#include "optim/sum_of_squares.h"
 
 namespace fsdp {
 namespace {
@@ -119,16 +123,20 @@ class Norm {
   }
 
   // This rank's part: two numbers, the sum or maximum, and whether a maximum passed over something that is not a number
-  // (reductions by maximum may drop it).
+  // (reductions by maximum may drop it). Adding in float32 would give a whole tensor and its slices sums that differ in
+  // the seventh digit; training with the one and with the other would drift apart.
   at::Tensor part(const GradientLists& lists, c10::Device device) const {
-    std::vector<at::Tensor> norms;
+    std::vector<at::Tensor> powers{at::zeros({1}, at::device(device).dtype(at::kDouble))};
     for (const auto& list : lists) {
-      const auto dtype = list[0].scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-      for (const at::Tensor& norm : at::_foreach_norm(list, p_, dtype)) {
-        norms.push_back(norm.to(device, at::kDouble));
-      }
+      powers.push_back(powers_of(list).to(device));
     }
-    return norms.empty() ? at::zeros({2}, at::device(device).dtype(at::kDouble)) : combined(at::stack(norms));
+    const at::Tensor all = at::cat(powers);
+    if (!is_max()) {
+      const at::Tensor sum = all.sum();
+      return at::stack({sum, at::zeros_like(sum)});
+    }
+    const at::Tensor nan = at::isnan(all);
+    return at::stack({at::where(nan, 0.0, all).max(), nan.any().to(at::kDouble)});
   }
 
   at::Tensor sum_over(at::Tensor part, const Family& family) const {
@@ -154,13 +162,17 @@ class Norm {
     return std::isinf(p_);
   }
 
-  at::Tensor combined(const at::Tensor& norms) const {
-    if (!is_max()) {
-      const at::Tensor sum = norms.pow(p_).sum();
-      return at::stack({sum, at::zeros_like(sum)});
+  // Of each gradient, the sum of p-th powers or the maximum.
+  at::Tensor powers_of(const std::vector<at::Tensor>& gradients) const {
+    if (p_ == 2 && std::all_of(gradients.begin(), gradients.end(), optim::has_sum_of_squares)) {
+      std::vector<double> sums(gradients.size());
+      std::transform(gradients.begin(), gradients.end(), sums.begin(), optim::sum_of_squares);
+      return at::tensor(sums, at::kDouble);
     }
-    const at::Tensor nan = at::isnan(norms);
-    return at::stack({at::where(nan, 0.0, norms).max(), nan.any().to(at::kDouble)});
+    // A maximum is the same in every dtype, and so found in the gradients' own.
+    const auto dtype = is_max() ? std::optional<at::ScalarType>() : at::kDouble;
+    const at::Tensor norms = at::stack(at::_foreach_norm(gradients, p_, dtype)).to(at::kDouble);
+    return is_max() ? norms : norms.pow(p_);
   }
 
   double p_;

@@ -71,9 +71,36 @@ TEST(ClipGradNorm, DtypesMayBeMixed) {
 }
 
 // In bfloat16 the sum of squares would stop at 256, and the norm itself would be rounded to 3 digits.
-TEST(ClipGradNorm, HalfTypesAreSummedInFloat32) {
+TEST(ClipGradNorm, HalfTypesAreSummedInMorePrecision) {
   const auto norm = clip_grad_norm_(std::vector<Tensor>{with_grad(torch::ones({1001}, torch::kBFloat16))}, 1e6);
   EXPECT_FLOAT_EQ(norm.item<float>(), std::sqrt(1001.0f));
+}
+
+// Added in float32, the norm of slices would differ from the norm of the whole in its seventh digit.
+TEST(ClipGradNorm, DoesNotDependOnHowGradientsAreCut) {
+  for (const auto dtype : {torch::kFloat, torch::kBFloat16}) {
+    for (const double norm_type : {1.0, 2.0, kInfinity}) {
+      for (uint64_t seed = 0; seed < 20; ++seed) {
+        const Tensor whole = noise({1000, 101}, seed).to(dtype);
+        const std::vector<Tensor> cut{with_grad(whole.slice(0, 0, 333)), with_grad(whole.slice(0, 333))};
+        const Tensor expected = clip_grad_norm_(std::vector<Tensor>{with_grad(whole)}, 1e9, {.norm_type = norm_type});
+        EXPECT_TRUE(torch::equal(clip_grad_norm_(cut, 1e9, {.norm_type = norm_type}), expected)) << norm_type;
+      }
+    }
+  }
+}
+
+TEST(ClipGradNorm, GradientsOfAnyLayoutCount) {
+  const Tensor grad = noise({40, 50}, 1);
+  Tensor param = torch::zeros({40, 25}).requires_grad_();
+  param.mutable_grad() = grad.slice(1, 0, 50, 2);
+  const double expected = param.grad().to(torch::kDouble).norm().item<double>();
+  EXPECT_FLOAT_EQ(clip_grad_norm_(std::vector<Tensor>{param}, 1e9).item<float>(), expected);
+  Tensor transposed = torch::zeros({50, 40}).requires_grad_();
+  transposed.mutable_grad() = grad.t();
+  EXPECT_FLOAT_EQ(
+      clip_grad_norm_(std::vector<Tensor>{transposed}, 1e9).item<float>(),
+      grad.to(torch::kDouble).norm().item<double>());
 }
 
 TEST(ClipGradNorm, WithoutGradientsTheNormIsZero) {
