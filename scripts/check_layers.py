@@ -29,6 +29,7 @@ PUBLIC = {
     "describe": "nn",
     "error": "base",
     "export": "base",
+    "front_end": "nn",
     "fsdp": "everything",
     "fully_shard": "nn",
     "group": "comm",
@@ -37,6 +38,7 @@ PUBLIC = {
     "optim": "optim",
     "policy": "engine",
     "sharded_tensor": "engine",
+    "shown_shard": "engine",
     "summon": "nn",
 }
 

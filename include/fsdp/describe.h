@@ -12,6 +12,8 @@ class Module;
 
 namespace fsdp {
 
+class FSDPModule;
+
 struct UnitDescription {
   std::string name; ///< "(root)" for a root
   int64_t parameters = 0; ///< tensors
@@ -35,5 +37,7 @@ struct FSDP_API Description {
 
 /// The units of a sharded model and the memory they need.
 FSDP_API Description describe(const torch::nn::Module& module);
+/// The same of a unit and those below it.
+FSDP_API Description describe(const FSDPModule& module);
 
 } // namespace fsdp

@@ -41,6 +41,8 @@ struct FSDP_API ShardedTensor {
   int64_t numel() const;
   /// The whole tensor, in the shard's dtype, on every rank. Collective.
   at::Tensor full_tensor() const;
+  /// This rank's piece of the gradient; undefined where the shard has none.
+  at::Tensor grad() const;
   /// The whole gradient; undefined where the shard has none. Collective.
   at::Tensor full_grad() const;
 };

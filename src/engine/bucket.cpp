@@ -36,6 +36,10 @@ std::shared_ptr<Home> Bucket::make_home(
   return group.make_home(pieces, {options_.device, offload, offload && options_.pin_memory}, label);
 }
 
+bool Bucket::has_values() const {
+  return params_.empty() || std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
+}
+
 void Bucket::settle(const Unit& unit) {
   in_place_readers::stop(*gather_group);
   std::vector<Piece> pieces;
@@ -48,7 +52,9 @@ void Bucket::settle(const Unit& unit) {
   home->begin_write(label);
   const c10::Device device = options_.offload ? c10::Device(c10::kCPU) : options_.device;
   for (size_t i = 0; i < params_.size(); ++i) {
-    params_[i]->move_shard(home->slice(i), home, device);
+    if (!params_[i]->on_meta()) {
+      params_[i]->move_shard(home->slice(i), home, device);
+    }
   }
   home_ = std::move(home);
   if (gather_group->gathers_in_place()) {
@@ -166,6 +172,9 @@ void Bucket::write_back(const Unit& unit) {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& param = *params_[i];
     const auto& layout = param.layout();
+    if (param.on_meta()) {
+      continue;
+    }
     auto slices = layout.in_place() ? private_[i].as_strided({layout.numel()}, {1}) : layout.pack(private_[i]);
     auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
     auto shard = param.shard();

@@ -55,7 +55,9 @@ class Bucket {
   c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
   c10::ScalarType reduce_dtype(c10::ScalarType gathered) const;
 
-  /// Gives the shards their memory. Collective.
+  /// False while all parameters are on the meta device.
+  bool has_values() const;
+  /// Gives the shards their memory, those excepted that are on the meta device. Collective.
   void settle(const Unit& unit);
   /// Between forward and backward, keep a share of the whole among `ranks` neighbours. Collective.
   void settle_among(int ranks, const Label& label);

@@ -41,17 +41,37 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
       gathered_(original.scalar_type()),
       handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {
   InternalScope scope;
-  const auto source = original.detach();
-  auto whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options());
-  whole.copy_(source);
-  auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
-  auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
-  shard_ = at::as_strided(piece, layout_.shard_sizes(rank_), layout_.shard_strides(rank_)).clone();
+  if (original.is_meta()) {
+    auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
+    shard_tenant_ = tenant.get();
+    const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
+    shard_ = make_keyed_tensor(std::move(tenant), nullptr, {sizes, strides, original.scalar_type(), c10::kMeta});
+    shard_.set_requires_grad(original.requires_grad());
+    return;
+  }
+  shard_ = piece_of(original.detach());
   shard_.set_requires_grad(original.requires_grad());
 }
 
+at::Tensor Param::piece_of(const at::Tensor& source) const {
+  FSDP_CHECK(
+      source.sizes() == c10::IntArrayRef(layout_.sizes()),
+      "[fully_shard] '",
+      name_,
+      "' has sizes ",
+      c10::IntArrayRef(layout_.sizes()),
+      ", so a tensor of sizes ",
+      source.sizes(),
+      " cannot take its place");
+  auto whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options().requires_grad(false));
+  whole.copy_(source);
+  auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
+  auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
+  return at::as_strided(piece, layout_.shard_sizes(rank_), layout_.shard_strides(rank_)).clone();
+}
+
 Param::~Param() {
-  if (shard_tenant_ != nullptr && !shard_was_replaced()) {
+  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
     shard_tenant_->param = nullptr;
   }
 }
@@ -118,8 +138,33 @@ void Param::set_whole(void* memory) {
 }
 
 bool Param::shard_was_replaced() const {
+  if (shown_ && shown_->replaced()) {
+    return true;
+  }
   const Tenant* tenant = tenant_of(shard_);
-  return tenant == nullptr || tenant != shard_tenant_;
+  return !on_meta() && (tenant == nullptr || tenant != shard_tenant_);
+}
+
+void Param::adopt_replacement() {
+  if (!shown_ || !shown_->replaced()) {
+    return;
+  }
+  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) { // views of the former shard may live on
+    shard_tenant_->param = nullptr;
+  }
+  shard_tenant_ = nullptr;
+  shard_ = shown_->replacement();
+}
+
+void Param::show_as(std::shared_ptr<ShownShard> shown) {
+  if (shard_.requires_grad()) {
+    shard_.set_requires_grad(false); // from now on it is a part of what is shown
+  }
+  shown_ = std::move(shown);
+}
+
+at::Tensor Param::shard_gradient() const {
+  return shown_ ? shown_->gradient() : shard_.grad();
 }
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
@@ -145,6 +190,11 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   gradient =
       at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
   gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
+  if (shown_) {
+    UserScope scope;
+    shown_->give_gradient(std::move(gradient));
+    return;
+  }
   auto& current = shard_.mutable_grad();
   if (current.defined()) {
     current.add_(gradient);
@@ -163,10 +213,11 @@ void Param::follow_requires_grad() {
     return;
   }
   at::Tensor handle(std::move(impl));
-  if (handle.is_leaf() && handle.requires_grad() != shard_.requires_grad()) {
-    handle.set_requires_grad(shard_.requires_grad());
+  const bool wanted = trainable();
+  if (handle.is_leaf() && handle.requires_grad() != wanted) {
+    handle.set_requires_grad(wanted);
   }
-  if (shard_.requires_grad() && !hooked_) {
+  if (wanted && !hooked_) {
     install_gradient_hooks(handle);
     hooked_ = true;
   }

@@ -7,6 +7,8 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
 
+#include <fsdp/shown_shard.h>
+
 #include "engine/tenant.h"
 #include "layout/dim_layout.h"
 
@@ -50,6 +52,9 @@ class Param {
   c10::ScalarType gathered_dtype() const {
     return gathered_;
   }
+  void set_gathered_dtype(c10::ScalarType dtype) {
+    gathered_ = dtype;
+  }
   int64_t gathered_bytes() const;
   /// Turns `tensor` (and whoever shares its TensorImpl) into the handle: full shape, hollow.
   void become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device);
@@ -77,13 +82,24 @@ class Param {
   void move_shard(void* memory, std::shared_ptr<void> home, c10::Device device);
   /// Someone gave the shard's tensor other data (`module.to(dtype)`).
   bool shard_was_replaced() const;
+  /// Takes over the data that users put behind what they are shown.
+  void adopt_replacement();
+  /// No memory yet: it comes through what users are shown.
+  bool on_meta() const {
+    return shard_.is_meta();
+  }
+  /// This rank's piece of a whole tensor, copied.
+  at::Tensor piece_of(const at::Tensor& whole) const;
+  void show_as(std::shared_ptr<ShownShard> shown);
+  /// This rank's piece of the gradient; undefined if there is none.
+  at::Tensor shard_gradient() const;
   /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it.
   void give_shard_gradient(at::Tensor gradient);
 
   // -- gradients
 
   bool trainable() const {
-    return shard_.requires_grad();
+    return shown_ ? shown_->requires_grad() : shard_.requires_grad();
   }
   /// The shard's `requires_grad` is the one that users set; the handle follows.
   void follow_requires_grad();
@@ -117,6 +133,7 @@ class Param {
   c10::StorageImpl* handle_storage_ = nullptr; // lives as long as any view of the handle: its tenant tells when it dies
   bool hooked_ = false;
   at::Tensor shard_;
+  std::shared_ptr<ShownShard> shown_; // null where users see the shard itself
   Tenant* shard_tenant_ = nullptr; // owned by the shard's storage
   at::Tensor stand_in_; // see Role::kGradient
   int uses_ = 0;

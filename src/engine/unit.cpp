@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 
 #include "base/check.h"
+#include "base/format.h"
 #include "comm/custom_group.h"
 #include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
@@ -83,14 +84,24 @@ void Unit::add_params(UnitSpec& spec) {
         *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
     Param& param = *params_.back();
     bucket.add(&param);
-    param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
+    if (param.on_meta()) { // a tensor of another device cannot become the handle: that is made when it is asked for
+      param.set_gathered_dtype(bucket.gathered_dtype(param.shard_dtype()));
+    } else {
+      param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
+    }
     param_spec.tensor.reset();
   }
   for (auto& bucket : buckets_) {
-    bucket->settle(*this);
-    if (policy.reshard_to) {
-      bucket->settle_among(*policy.reshard_to, label("fully_shard"));
+    if (bucket->has_values()) {
+      settle(*bucket, "fully_shard");
     }
+  }
+}
+
+void Unit::settle(Bucket& bucket, const char* operation) {
+  bucket.settle(*this);
+  if (policy.reshard_to) {
+    bucket.settle_among(*policy.reshard_to, label(operation));
   }
 }
 
@@ -130,6 +141,11 @@ void Unit::unshard() {
     return;
   }
   settle_replaced_shards();
+  for (const auto& bucket : buckets_) {
+    if (!bucket->has_values()) {
+      check_materialized();
+    }
+  }
   runtime_->order_gather();
   StreamGuard on_stream(runtime_->gather_stream());
   for (auto& bucket : buckets_) {
@@ -249,17 +265,34 @@ void Unit::settle_replaced_shards() {
       continue;
     }
     reshard();
-    bucket->settle(*this);
+    for (Param* param : params) {
+      param->adopt_replacement();
+    }
+    if (bucket->has_values()) {
+      settle(*bucket, "settle replaced shards");
+    }
     for (Param* param : params) {
       const auto gathered = bucket->gathered_dtype(param->shard_dtype());
       if (gathered != param->gathered_dtype()) {
         param->become_handle(param->handle(), gathered, device_);
       }
     }
-    if (policy.reshard_to) {
-      bucket->settle_among(*policy.reshard_to, label("settle replaced shards"));
+  }
+}
+
+void Unit::check_materialized() const {
+  std::vector<std::string> missing;
+  for (const auto& param : params_) {
+    if (param->on_meta()) {
+      missing.push_back(param->name());
     }
   }
+  FSDP_CHECK(
+      missing.empty(),
+      "[unshard] FSDP parameters should be materialized from meta device before training, but the following were still "
+      "on meta device: ",
+      fsdp::join(missing),
+      ". Call to_empty(device) and initialize them, or load a checkpoint with assign=True");
 }
 
 void Unit::place(Param& param) {

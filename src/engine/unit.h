@@ -165,6 +165,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void before_shard_read();
   /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
   void settle_replaced_shards();
+  /// An error that names the parameters that have no values yet.
+  void check_materialized() const;
   void place(Param& param);
 
   // -- gradients
@@ -202,6 +204,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   Unit(UnitSpec& spec);
   void add_params(UnitSpec& spec);
   Bucket& bucket_for(const Mesh& mesh, const UnitSpec& spec);
+  void settle(Bucket& bucket, const char* operation);
 
   std::string name_;
   c10::Device device_;

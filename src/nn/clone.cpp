@@ -46,7 +46,7 @@ class WholeParameters {
   }
 
  private:
-  std::vector<std::pair<nn::Slot, at::Tensor>> slots_;
+  std::vector<std::pair<Slot, at::Tensor>> slots_;
 };
 
 /// A call of `fully_shard`, to be repeated on the copy.

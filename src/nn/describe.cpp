@@ -8,6 +8,8 @@
 #include <c10/core/ScalarType.h>
 #include <torch/nn/module.h>
 
+#include <fsdp/fully_shard.h>
+
 #include "base/format.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -122,17 +124,35 @@ std::vector<Unit*> units_of(const torch::nn::Module& module) {
   return units;
 }
 
-} // namespace
+std::vector<Unit*> units_of(const FSDPModule& module) {
+  Unit* top = module.unit().get();
+  std::vector<Unit*> units{top};
+  for (Unit* unit : top->runtime().units()) {
+    if (unit != nullptr && top->is_ancestor_of(*unit)) {
+      units.push_back(unit);
+    }
+  }
+  return units;
+}
 
-Description describe(const torch::nn::Module& module) {
+Description describe_units(const std::vector<Unit*>& units) {
   Description description;
-  const auto units = units_of(module);
   for (const Unit* unit : units) {
     description.units.push_back(describe_unit(*unit));
     description.bytes_shard += description.units.back().bytes_shard;
   }
   description.bytes_peak = predict_peak(units, description.bytes_shard);
   return description;
+}
+
+} // namespace
+
+Description describe(const torch::nn::Module& module) {
+  return describe_units(units_of(module));
+}
+
+Description describe(const FSDPModule& module) {
+  return describe_units(units_of(module));
 }
 
 std::string Description::str() const {

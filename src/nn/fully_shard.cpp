@@ -9,6 +9,7 @@
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/init.h>
 
 #include "base/check.h"
@@ -89,16 +90,25 @@ void check_same_everywhere(const engine::UnitSpec& spec) {
 
 /// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
 struct Found {
-  std::vector<nn::Slot> slots;
+  std::vector<Slot> slots;
+  std::vector<std::optional<size_t>> indices; // of the slots' parameters among `params`; unset if in units already
   std::vector<engine::ParamSpec> params;
   int in_units = 0; // belong to units already
 };
 
-void check_materialized(const Found& found) {
+void check_any(bool any, const std::string& name) {
+  FSDP_CHECK(
+      any,
+      "[fully_shard] the module '",
+      name,
+      "' has no parameters, nor have the modules below it: there is nothing to shard");
+}
+
+void check_materialized(const std::vector<Slot>& slots) {
   std::vector<std::string> on_meta;
-  for (const auto& param : found.params) {
-    if (param.tensor.is_meta()) {
-      on_meta.push_back(param.name);
+  for (const auto& slot : slots) {
+    if (slot.tensor.is_meta()) {
+      on_meta.push_back(slot.path);
     }
   }
   FSDP_CHECK(
@@ -107,11 +117,11 @@ void check_materialized(const Found& found) {
       join(on_meta));
 }
 
-std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const nn::Slot& slot) {
+std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const Slot& slot) {
   return options.shard_placement_fn ? options.shard_placement_fn(slot.tensor, slot.path) : std::nullopt;
 }
 
-void check_one_mesh(const Param& param, const nn::Slot& slot, const std::optional<ShardPlacement>& placement) {
+void check_one_mesh(const Param& param, const Slot& slot, const std::optional<ShardPlacement>& placement) {
   FSDP_CHECK(
       !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
       "[fully_shard] '",
@@ -125,19 +135,24 @@ void check_one_mesh(const Param& param, const nn::Slot& slot, const std::optiona
       " was asked for");
 }
 
-Found find_parameters(std::vector<nn::Slot> slots, const FullyShardOptions& options) {
-  Found found{std::move(slots), {}, 0};
-  std::unordered_set<const c10::TensorImpl*> seen;
+Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options) {
+  Found found{std::move(slots), {}, {}, 0};
+  std::unordered_map<const c10::TensorImpl*, std::optional<size_t>> seen;
   for (const auto& tensor : options.ignored_params) {
-    seen.insert(tensor.unsafeGetTensorImpl());
+    seen[tensor.unsafeGetTensorImpl()] = std::nullopt;
   }
   for (const auto& slot : found.slots) {
+    auto& index = found.indices.emplace_back();
     if (const Param* param = nn::param_of(slot.tensor)) {
       ++found.in_units;
       if (nn::is_handle(slot.tensor)) {
         check_one_mesh(*param, slot, placement_of(options, slot));
       }
-    } else if (seen.insert(slot.tensor.unsafeGetTensorImpl()).second) {
+      continue;
+    }
+    const auto [entry, is_new] = seen.try_emplace(slot.tensor.unsafeGetTensorImpl(), found.params.size());
+    index = entry->second;
+    if (is_new) {
       found.params.push_back({slot.path, slot.tensor, placement_of(options, slot).value_or(ShardPlacement{})});
     }
   }
@@ -162,9 +177,10 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
 }
 
 // From now on the registered parameters are the shards.
-void register_shards(std::vector<nn::Slot>& slots) {
-  for (auto& slot : slots) {
-    const Param* param = nn::param_of(slot.tensor);
+void register_shards(const Found& found, const Unit& unit) {
+  for (size_t i = 0; i < found.slots.size(); ++i) {
+    const Slot& slot = found.slots[i];
+    const Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : nn::param_of(slot.tensor);
     if (param != nullptr && slot.replace) {
       slot.replace(param->shard());
     }
@@ -172,7 +188,7 @@ void register_shards(std::vector<nn::Slot>& slots) {
 }
 
 // The outermost module's names are the ones that users know.
-void name_parameters(const std::vector<nn::Slot>& slots) {
+void name_parameters(const std::vector<Slot>& slots) {
   std::unordered_set<Param*> named;
   for (const auto& slot : slots) {
     Param* param = nn::param_of(slot.tensor);
@@ -187,11 +203,6 @@ std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, 
   check_mesh(mesh);
   check_reshard(options, mesh);
   check_placement_meshes(found, mesh);
-  FSDP_CHECK(
-      !found.params.empty() || found.in_units > 0,
-      "[fully_shard] the module '",
-      name,
-      "' has no parameters, nor have the modules below it: there is nothing to shard");
   const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy);
   engine::UnitSpec spec{
       name,
@@ -207,20 +218,20 @@ std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, 
 }
 
 /// The units of the modules below, which have not been told yet what they are called from here, nor who is above them.
-void adopt_units_below(const std::vector<torch::nn::Module*>& modules, const std::shared_ptr<Unit>& unit) {
+void adopt_units_below(const std::vector<ModuleView>& modules, const std::shared_ptr<Unit>& unit) {
   std::unordered_map<Unit*, std::vector<std::string>> paths;
   std::vector<std::shared_ptr<Unit>> order;
-  for (auto* module : modules) {
-    for (const auto& item : module->named_modules("", /*include_self=*/false)) {
-      auto below = nn::registry::find(*item.value());
-      if (below == nullptr || below == unit) {
+  for (const auto& module : modules) {
+    for (const auto& [path, sharded] : module.below) {
+      const auto& below = sharded.unit();
+      if (below == unit) {
         continue;
       }
       auto& names = paths[below.get()];
       if (names.empty()) {
         order.push_back(below);
       }
-      names.push_back(item.key());
+      names.push_back(path);
     }
   }
   for (auto& below : order) {
@@ -237,13 +248,23 @@ void adopt_units_below(const std::vector<torch::nn::Module*>& modules, const std
   }
 }
 
-void move_buffers(torch::nn::Module& module, c10::Device device) {
+void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
   engine::InternalScope scope;
-  for (auto& buffer : module.buffers()) {
-    if (buffer.defined() && buffer.device() != device) {
+  for (auto buffer : buffers) {
+    if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) {
       buffer.set_data(buffer.to(device));
     }
   }
+}
+
+ModuleView view_of(torch::nn::Module& module) {
+  ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
+  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
+    if (auto unit = nn::registry::find(*item.value())) {
+      view.below.emplace_back(item.key(), FSDPModule(std::move(unit)));
+    }
+  }
+  return view;
 }
 
 } // namespace
@@ -254,8 +275,7 @@ FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& optio
 
 FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
   FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
-  std::vector<nn::Slot> slots;
-  std::vector<std::string> names;
+  std::vector<ModuleView> views;
   for (auto* module : modules) {
     FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null");
     FSDP_CHECK(
@@ -263,18 +283,31 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
         "[fully_shard] was called twice on the same module (",
         module->name(),
         "): call it once, children before parents");
-    names.push_back(module->name());
-    auto own = nn::slots_of(*module);
-    slots.insert(slots.end(), own.begin(), own.end());
+    views.push_back(view_of(*module));
+    check_materialized(views.back().slots);
+  }
+  const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
+  check_any(any, modules[0]->name());
+  auto sharded = fully_shard(views, options);
+  for (auto* module : modules) {
+    nn::registry::enter(*module, sharded.unit());
+  }
+  return sharded;
+}
+
+FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardOptions& options) {
+  std::vector<Slot> slots;
+  std::vector<std::string> names;
+  for (const auto& module : modules) {
+    names.push_back(module.name);
+    slots.insert(slots.end(), module.slots.begin(), module.slots.end());
   }
   Found found = find_parameters(std::move(slots), options);
-  check_materialized(found);
   auto unit = make_unit(found, options, join(names));
   name_parameters(found.slots);
-  register_shards(found.slots);
-  for (auto* module : modules) {
-    nn::registry::enter(*module, unit);
-    move_buffers(*module, unit->device());
+  register_shards(found, *unit);
+  for (const auto& module : modules) {
+    move_buffers(module.buffers, unit->device());
   }
   unit->set_name(modules.size() == 1 ? "" : join(names));
   adopt_units_below(modules, unit);
@@ -283,11 +316,13 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
 
 FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {
   Found found = find_parameters(nn::slots_of(module), options);
-  check_materialized(found);
+  check_materialized(found.slots);
+  const std::string name = module.type()->name() ? module.type()->name()->name() : "TorchScript module";
+  check_any(!found.slots.empty(), name);
   FSDP_CHECK(
       found.in_units == 0 || !found.params.empty(),
       "[fully_shard] was called twice on the same TorchScript module: call it once");
-  auto unit = make_unit(found, options, module.type()->name() ? module.type()->name()->name() : "TorchScript module");
+  auto unit = make_unit(found, options, name);
   unit->set_name("");
   return FSDPModule(unit);
 }

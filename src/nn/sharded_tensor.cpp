@@ -53,7 +53,7 @@ at::Tensor put_together(const engine::Param& param, const at::Tensor& local, con
   return whole;
 }
 
-std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<nn::Slot>& slots) {
+std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot>& slots) {
   std::vector<std::pair<std::string, at::Tensor>> shards;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& slot : slots) {
@@ -88,7 +88,12 @@ at::Tensor ShardedTensor::full_tensor() const {
 
 at::Tensor ShardedTensor::full_grad() const {
   const auto& param = param_behind(local);
-  return local.grad().defined() ? put_together(param, local.grad().detach(), "full_grad") : at::Tensor();
+  const at::Tensor gradient = grad();
+  return gradient.defined() ? put_together(param, gradient.detach(), "full_grad") : at::Tensor();
+}
+
+at::Tensor ShardedTensor::grad() const {
+  return param_behind(local).shard_gradient();
 }
 
 bool is_sharded(const at::Tensor& tensor) {

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
@@ -25,7 +26,7 @@ using engine::Unit;
 /// What has to be undone: which whole tensor stands in which slot, and for which parameter.
 struct SummonedParams::Impl {
   struct Replaced {
-    nn::Slot slot;
+    Slot slot;
     Param* param;
   };
 
@@ -35,22 +36,21 @@ struct SummonedParams::Impl {
   std::vector<Replaced> replaced;
 
   void hold(const std::shared_ptr<Unit>& unit);
-  void show(torch::nn::Module& module);
+  void show(const std::vector<Slot>& slots);
   void restore();
 };
 
 namespace {
 
-std::vector<std::shared_ptr<Unit>> units_to_summon(torch::nn::Module& module, bool recurse) {
+std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slots, const FSDPModule* only) {
   std::vector<std::shared_ptr<Unit>> units;
-  auto own = nn::registry::find(module);
-  for (const auto& slot : nn::slots_of(module)) {
+  for (const auto& slot : slots) {
     Param* param = nn::param_of(slot.tensor);
     if (param == nullptr) {
       continue;
     }
     auto unit = param->unit().shared_from_this();
-    const bool wanted = recurse || unit == own;
+    const bool wanted = only == nullptr || unit == only->unit();
     if (wanted && std::find(units.begin(), units.end(), unit) == units.end()) {
       units.push_back(std::move(unit));
     }
@@ -74,7 +74,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   units.push_back(unit);
 }
 
-void SummonedParams::Impl::show(torch::nn::Module& module) {
+void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
   const bool visible =
       !options.rank0_only || units.empty() || units[0]->mesh().coordinate(units[0]->mesh().ndim() - 1) == 0;
   for (auto& unit : units) {
@@ -94,7 +94,7 @@ void SummonedParams::Impl::show(torch::nn::Module& module) {
       wholes[param.get()] = whole;
     }
   }
-  for (auto& slot : nn::slots_of(module)) {
+  for (const auto& slot : slots) {
     Param* param = nn::param_of(slot.tensor);
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
       slot.replace(found->second);
@@ -140,6 +140,17 @@ SummonedParams::~SummonedParams() {
 }
 
 SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options) {
+  const auto slots = nn::slots_of(module);
+  const auto unit = nn::registry::find(module);
+  const auto own = unit ? std::optional<FSDPModule>(unit) : std::nullopt;
+  if (!options.recurse && !own) {
+    return summon_full_params(std::vector<Slot>(), nullptr, options);
+  }
+  return summon_full_params(slots, options.recurse ? nullptr : &*own, options);
+}
+
+SummonedParams summon_full_params(
+    const std::vector<Slot>& slots, const FSDPModule* only, const SummonOptions& options) {
   FSDP_CHECK(
       !(options.rank0_only && options.writeback),
       "[summon_full_params] with rank0_only the other ranks have nothing to write back: set writeback = false");
@@ -147,11 +158,11 @@ SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions
   impl->options = options;
   {
     engine::InternalScope scope;
-    for (const auto& unit : units_to_summon(module, options.recurse)) {
+    for (const auto& unit : units_to_summon(slots, only)) {
       impl->hold(unit);
     }
   }
-  impl->show(module);
+  impl->show(slots);
   return SummonedParams(std::move(impl));
 }
 

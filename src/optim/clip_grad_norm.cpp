@@ -74,7 +74,7 @@ class Families {
 
   void add(const at::Tensor& param) {
     Family& family = is_sharded(param) ? sharded_family(sharded(param)) : families_[0];
-    const at::Tensor& grad = param.grad();
+    const at::Tensor grad = is_sharded(param) ? sharded(param).grad() : param.grad();
     if (!grad.defined() || grad.numel() == 0) {
       return;
     }

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/export.h>
+#include <fsdp/fully_shard.h>
+#include <fsdp/shown_shard.h>
+#include <fsdp/summon.h>
+
+/// What other kinds of modules than torch::nn's need to be sharded: the Python package is built on this.
+namespace fsdp {
+
+/// A place in which a module holds a parameter.
+struct Slot {
+  std::string path; ///< "blocks.3.fc.weight"
+  at::Tensor tensor; ///< the parameter; or, where an earlier call has sharded it, its handle or its shard
+  /// Puts another tensor there; null where the handle has to stay.
+  std::function<void(const at::Tensor&)> replace;
+};
+
+/// A module as sharding sees it.
+struct ModuleView {
+  std::string name; ///< for errors
+  std::vector<Slot> slots; ///< its own and those of all modules below, in an order that all ranks share
+  std::vector<std::pair<std::string, FSDPModule>> below; ///< sharded modules below, by their path
+  std::vector<at::Tensor> buffers;
+};
+
+/// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
+/// (`show_as`) through which real ones come.
+FSDP_API FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardOptions& options);
+
+/// True for handles and shards, and for views of them.
+FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
+/// The shard of a handle, or of a view of either.
+FSDP_API at::Tensor shard_of(const at::Tensor& tensor);
+/// The handle of a shard; made anew if nobody holds it.
+FSDP_API at::Tensor handle_of(const at::Tensor& shard);
+/// This rank's piece of a whole parameter, as a tensor of its own.
+FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
+/// From now on users are shown `shown` in place of the shard.
+FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
+
+/// As `summon_full_params(module)`, for the units of these slots; `only`, if it is not null, for that unit alone.
+[[nodiscard]] FSDP_API SummonedParams
+summon_full_params(const std::vector<Slot>& slots, const FSDPModule* only, const SummonOptions& options);
+
+} // namespace fsdp

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <pybind11/stl.h>
+
+namespace fsdp::python {
+
+namespace py = pybind11;
+
+void bind_clip_grad_norm(py::module_& m);
+void bind_describe(py::module_& m);
+void bind_error(py::module_& m);
+void bind_front_end(py::module_& m);
+void bind_fully_shard(py::module_& m);
+void bind_group(py::module_& m);
+void bind_mesh(py::module_& m);
+void bind_module_state(py::module_& m);
+void bind_policy(py::module_& m);
+void bind_sharded_tensor(py::module_& m);
+void bind_summon(py::module_& m);
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+/// A Python object that C++ may keep, copy and drop on any thread.
+class Held {
+ public:
+  explicit Held(py::object object)
+      : object_(object.release().ptr(), [](PyObject* object) {
+          if (Py_IsInitialized()) { // else it went with the interpreter
+            py::gil_scoped_acquire gil;
+            Py_DECREF(object);
+          }
+        }) {}
+  py::handle get() const {
+    return object_.get();
+  }
+
+ private:
+  std::shared_ptr<PyObject> object_;
+};
+
+} // namespace fsdp::python

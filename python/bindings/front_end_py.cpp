@@ -1,0 +1,146 @@
+#include <fsdp/front_end.h>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "bindings.h"
+
+namespace fsdp::python {
+
+namespace {
+
+struct Names {
+  py::object local = py::str("_local_tensor");
+  py::object spec = py::str("_spec");
+  py::object dtensor = py::module_::import("torch.distributed.tensor").attr("DTensor");
+  py::object make = dtensor.attr("__new__");
+};
+
+const Names& names() {
+  static const auto* names = new Names(); // never destroyed: the interpreter may be gone by then
+  return *names;
+}
+
+at::Tensor local_of(py::handle dtensor) {
+  return py::getattr(dtensor, names().local).cast<at::Tensor>();
+}
+
+/// A parameter that is a DTensor. Python may put another tensor behind the object that users hold (`module.to(dtype)`
+/// swaps them), so the object is kept, and asked for its tensor each time.
+class DTensorShard final : public ShownShard {
+ public:
+  explicit DTensorShard(py::object parameter) : parameter_(std::move(parameter)), known_(impl()) {}
+
+  bool requires_grad() const override {
+    return tensor().requires_grad();
+  }
+
+  at::Tensor gradient() const override {
+    const at::Tensor gradient = tensor().grad();
+    if (!gradient.defined()) {
+      return {};
+    }
+    py::gil_scoped_acquire gil;
+    return local_of(py::cast(gradient));
+  }
+
+  void give_gradient(at::Tensor piece) override {
+    if (at::Tensor present = gradient(); present.defined()) {
+      c10::AutoGradMode no_grad(false);
+      present.add_(piece);
+    } else {
+      tensor().mutable_grad() = as_dtensor(piece);
+    }
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(tensor())) {
+      (*hook)(tensor());
+    }
+  }
+
+  bool replaced() const override {
+    return impl() != known_;
+  }
+
+  at::Tensor replacement() override {
+    py::gil_scoped_acquire gil;
+    known_ = impl();
+    return local_of(parameter_.get());
+  }
+
+  /// Users put another parameter in its place.
+  void set_parameter(py::object parameter) {
+    parameter_ = Held(std::move(parameter));
+  }
+
+ private:
+  const at::Tensor& tensor() const {
+    return THPVariable_Unpack(parameter_.get().ptr());
+  }
+  const c10::TensorImpl* impl() const {
+    return tensor().unsafeGetTensorImpl();
+  }
+  at::Tensor as_dtensor(const at::Tensor& piece) const {
+    py::gil_scoped_acquire gil;
+    const auto spec = py::getattr(parameter_.get(), names().spec);
+    return names().make(names().dtensor, piece, spec, py::arg("requires_grad") = false).cast<at::Tensor>();
+  }
+
+  Held parameter_;
+  const c10::TensorImpl* known_; // compared only
+};
+
+/// One module of a call, as Python lists it.
+struct Listed {
+  std::string name;
+  std::vector<std::pair<std::string, at::Tensor>> slots;
+  std::vector<std::pair<std::string, FSDPModule>> below;
+  std::vector<at::Tensor> buffers;
+};
+
+using Shards = std::vector<std::vector<std::optional<at::Tensor>>>;
+
+/// The unit, and for each module and each of its slots the shard that belongs there.
+std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, const FullyShardOptions& options) {
+  Shards shards(modules.size());
+  std::vector<ModuleView> views;
+  for (size_t i = 0; i < modules.size(); ++i) {
+    ModuleView view{modules[i].name, {}, modules[i].below, modules[i].buffers};
+    shards[i].resize(modules[i].slots.size());
+    for (size_t j = 0; j < modules[i].slots.size(); ++j) {
+      const auto& [path, tensor] = modules[i].slots[j];
+      view.slots.push_back({path, tensor, [place = &shards[i][j]](const at::Tensor& shard) { *place = shard; }});
+    }
+    views.push_back(std::move(view));
+  }
+  auto unit = fully_shard(views, options);
+  return {std::move(unit), std::move(shards)};
+}
+
+} // namespace
+
+void bind_front_end(py::module_& m) {
+  py::class_<ShownShard, std::shared_ptr<ShownShard>>(m, "ShownShard");
+  py::class_<DTensorShard, ShownShard, std::shared_ptr<DTensorShard>>(m, "DTensorShard")
+      .def(py::init<py::object>(), py::arg("parameter"))
+      .def("set_parameter", &DTensorShard::set_parameter);
+  py::class_<Listed>(m, "ModuleView")
+      .def(
+          py::init([](std::string name,
+                      std::vector<std::pair<std::string, at::Tensor>> slots,
+                      std::vector<std::pair<std::string, FSDPModule>> below,
+                      std::vector<at::Tensor> buffers) {
+            return Listed{std::move(name), std::move(slots), std::move(below), std::move(buffers)};
+          }),
+          py::arg("name"),
+          py::arg("slots"),
+          py::arg("below"),
+          py::arg("buffers"));
+  m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
+  m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
+  m.def("shard_of", &shard_of, py::arg("tensor"));
+  m.def("handle_of", &handle_of, py::arg("shard"));
+  m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
+  m.def("show_as", &show_as, py::arg("shard"), py::arg("shown"), NoGil());
+}
+
+} // namespace fsdp::python

@@ -1,0 +1,49 @@
+#include <map>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <fsdp/group.h>
+
+#include "bindings.h"
+
+namespace fsdp::python {
+
+namespace {
+
+using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// One group for each process group, as long as anybody uses it: meshes are equal if their groups are the same.
+std::shared_ptr<Group> group_of(const ProcessGroup& process_group, bool shared_memory) {
+  struct Entry {
+    c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group; // so that its address means this one
+    std::weak_ptr<Group> group;
+  };
+  static auto* groups = new std::map<std::pair<c10d::ProcessGroup*, bool>, Entry>();
+  std::erase_if(*groups, [](const auto& item) { return item.second.group.expired(); });
+  const std::pair key{process_group.get(), shared_memory};
+  if (auto found = groups->find(key); found != groups->end()) {
+    if (auto group = found->second.group.lock()) {
+      return group;
+    }
+  }
+  std::shared_ptr<Group> group;
+  {
+    py::gil_scoped_release no_gil;
+    group = shared_memory ? Group::nearest(process_group) : Group::from(process_group);
+  }
+  groups->insert_or_assign(key, Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group), group});
+  return group;
+}
+
+} // namespace
+
+void bind_group(py::module_& m) {
+  py::class_<Group, std::shared_ptr<Group>>(m, "Group")
+      .def_property_readonly("rank", &Group::rank)
+      .def_property_readonly("size", &Group::size)
+      .def_property_readonly("name", &Group::name)
+      .def("barrier", [](Group& group) { group.barrier({"barrier", ""}); }, NoGil());
+  m.def("group_of", &group_of, py::arg("process_group"), py::arg("shared_memory"));
+}
+
+} // namespace fsdp::python

@@ -1,0 +1,87 @@
+// What a call of a sharded module does before it goes on to the module's own: nothing that takes a Python frame, unless
+// there is something to do.
+
+#include <vector>
+
+#include "bindings.h"
+
+namespace fsdp::python {
+
+namespace {
+
+/// The registered parameters of a unit's modules as sharding left them. Holds `_parameters` dictionaries, not modules,
+/// so that modules are freed by reference counting.
+class ModuleState {
+ public:
+  void watch(py::dict registered, py::object name, py::object parameter) {
+    entries_.push_back({std::move(registered), std::move(name), std::move(parameter)});
+  }
+  void forget() {
+    entries_.clear();
+  }
+  bool intact() const {
+    for (const auto& entry : entries_) {
+      if (PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  py::object original_call; ///< the module class's own `__call__`
+  bool converts = false; ///< inputs or outputs are cast, or moved
+
+ private:
+  struct Entry {
+    py::dict registered;
+    py::object name;
+    py::object parameter;
+  };
+  std::vector<Entry> entries_;
+};
+
+py::object call(const py::tuple& arguments, PyObject* keywords) {
+  static const auto* attribute = new py::str("_fsdp_state");
+  const auto state = py::getattr(arguments[0], *attribute);
+  const auto& watched = state.cast<ModuleState&>();
+  if (!watched.intact()) {
+    state.attr("follow")(arguments[0]);
+  }
+  if (watched.converts) {
+    return state.attr("call")(watched.original_call, arguments, keywords ? py::handle(keywords) : py::dict());
+  }
+  return py::reinterpret_steal<py::object>(PyObject_Call(watched.original_call.ptr(), arguments.ptr(), keywords));
+}
+
+PyObject* call_sharded(PyObject*, PyObject* arguments, PyObject* keywords) {
+  try {
+    return call(py::reinterpret_borrow<py::tuple>(arguments), keywords).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef call_method{
+    "__call__",
+    reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&call_sharded)),
+    METH_VARARGS | METH_KEYWORDS,
+    "Calls the module."};
+
+} // namespace
+
+void bind_module_state(py::module_& m) {
+  py::class_<ModuleState>(m, "ModuleState")
+      .def(py::init<>())
+      .def("watch", &ModuleState::watch)
+      .def("forget", &ModuleState::forget)
+      .def("intact", &ModuleState::intact)
+      .def_readwrite("original_call", &ModuleState::original_call)
+      .def_readwrite("converts", &ModuleState::converts);
+  const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
+  m.attr("call_sharded") = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));
+}
+
+} // namespace fsdp::python

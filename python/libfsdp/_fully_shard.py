@@ -1,0 +1,245 @@
+"""``fully_shard``: converts its arguments, has the engine make a unit, and shows its parameters."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate
+
+from . import _C
+from ._mesh import check_mesh, default_mesh, device_of, engine_mesh
+from ._module import FSDPModule, sharded_class
+from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from ._sharded import Sharded, local_of
+from ._state import FSDPState, state_of
+
+
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+    offload_policy: OffloadPolicy = OffloadPolicy(),
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> Any:
+    """Shards the parameters of a module, or of several as one unit, over the ranks of a mesh.
+
+    Parameters that an earlier call on a submodule took stay with it, so call it on the blocks first and on the whole
+    model last. From then on ``module.parameters()`` are this rank's shards, as DTensors, while ``module.weight`` is the
+    whole parameter to whoever reads it.
+
+    Args:
+        module: the module, or a list of modules that are gathered and reduced together.
+        mesh: one dimension to shard over, or two: replicate, shard. Default: all ranks.
+        reshard_after_forward: whether whole parameters are freed between forward and backward; a number: freed down to
+            shards among so many ranks. Default: freed, except a root's.
+        shard_placement_fn: says along which dimension a parameter is cut: ``Shard(dim)``, or None for the first.
+        mp_policy: in which dtypes to compute and to reduce.
+        offload_policy: ``CPUOffloadPolicy()`` keeps shards, gradients and optimizer on the host.
+        ignored_params: parameters to leave alone.
+        dp_mesh_dims: where parameters are DTensors on a larger mesh, which of its dimensions are data parallel.
+
+    Returns:
+        What was given, sharded in place; its class is now ``FSDP<Class>``.
+    """
+    modules = _checked_modules(module)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError("fully_shard(dp_mesh_dims=...) is not there yet: pass the data parallel slice as mesh")
+    mesh = mesh or default_mesh()
+    check_mesh(mesh)
+    _check_reshard(reshard_after_forward, mesh)
+    arguments = dict(
+        mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+    )
+    unit, places = _make_unit(modules, arguments)
+    state = FSDPState(unit, arguments, device_of(mesh), type(modules[0]).__call__)
+    for owner, name, sharded in places:
+        state.add(owner, name, sharded)
+    for each in modules:
+        each.__dict__["_fsdp_state"] = state
+        each.__class__ = sharded_class(type(each))
+    return module
+
+
+fully_shard.state = state_of
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Lets calls of a method have the module's boundary: inputs and outputs cast as a forward's are.
+
+    For parameters no method needs it. Does nothing for a module that is not sharded.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    if not module._get_fsdp_state().converts:
+        return
+    method = getattr(type(module), method_name)
+
+    @functools.wraps(method)
+    def through_boundary(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return self._get_fsdp_state().call(method, (self, *args), kwargs)
+
+    module.__dict__[method_name] = through_boundary.__get__(module)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """The units below several roots share streams, the bound on memory and the limit of reductions in flight."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects list of FSDPModules but got {module}")
+    if modules:
+        _C.share_comm_ctx([module._get_fsdp_state().unit for module in modules])
+
+
+def _checked_modules(module: Any) -> list[nn.Module]:
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    if not modules:
+        raise ValueError("fully_shard expects a module or a list of at least one module, got an empty list")
+    below = {child for each in modules for child in each.modules() if child is not each}
+    modules = [each for each in dict.fromkeys(modules) if each not in below]
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"fully_shard expects modules, got {type(each)}")
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+            raise ValueError(
+                f"fully_shard does not support containers that do not implement forward: {each}. "
+                "Call it on the modules inside, or pass them as a list"
+            )
+        if state_of(each) is not None or "fully_shard" in _composable_apis(each):
+            raise AssertionError(
+                "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
+                f"already been applied to the following module:\n{each}"
+            )
+    return modules
+
+
+def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh) -> None:
+    if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+        return
+    if not isinstance(reshard_after_forward, int):
+        raise ValueError(
+            "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
+            f"{reshard_after_forward}"
+        )
+    ranks = mesh.size(mesh.ndim - 1)
+    if reshard_after_forward < 1 or ranks % reshard_after_forward != 0:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {reshard_after_forward}"
+        )
+
+
+def _composable_apis(module: nn.Module) -> Any:
+    from torch.distributed._composable.contract import _get_registry
+
+    return module.__dict__.get("__composable_api_registry_key__") and _get_registry(module) or {}
+
+
+def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """All modules from ``root`` down, except those that another composable API replicates."""
+    replicated: set[nn.Module] = set()
+    for path, module in root.named_modules():
+        if "replicate" in _composable_apis(module):
+            replicated.update(module.modules())
+        if module not in replicated:
+            yield path, module
+
+
+def _slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+    for path, module in _named_modules(root):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield f"{path}.{name}" if path else name, module, name, parameter
+
+
+def _placement(parameter: nn.Parameter, path: str, function: Callable[[nn.Parameter], Any] | None) -> int:
+    """The dimension along which a parameter is cut."""
+    placement = function(parameter) if function else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise ValueError(f"shard_placement_fn should return a Shard or None, got {placement} for '{path}'")
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise AssertionError(
+            f"Shard dim {placement.dim} is invalid for {parameter.ndim}D tensor '{path}' of shape {tuple(parameter.shape)}"
+        )
+    return dim
+
+
+def _check_parameter(parameter: nn.Parameter, path: str) -> None:
+    if parameter.ndim == 0:
+        raise ValueError(
+            f"fully_shard doesn't support scalar parameters. Change {path} to a 1D tensor with numel equal to 1."
+        )
+
+
+def _make_unit(modules: list[nn.Module], arguments: dict[str, Any]) -> tuple[_C.Unit, list[tuple]]:
+    mesh: DeviceMesh = arguments["mesh"]
+    ignored = set(arguments["ignored_params"] or ())
+    views, slots, placements, seen = [], [], [], set()
+    for root in modules:
+        own = [slot for slot in _slots(root) if slot[3] not in ignored]
+        for path, _, _, parameter in own:
+            if parameter not in seen and not _C.belongs_to_unit(local_of(parameter)):
+                seen.add(parameter)
+                _check_parameter(parameter, path)
+                placements.append((parameter, _placement(parameter, path, arguments["shard_placement_fn"]), None))
+        below = [(path, state_of(child).unit) for path, child in _named_modules(root) if state_of(child)]
+        buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
+        tensors = [(path, local_of(parameter)) for path, _, _, parameter in own]
+        views.append(_C.ModuleView(type(root).__name__, tensors, below, buffers))
+        slots.append(own)
+    options = _engine_options(arguments, placements)
+    unit, shards = _C.shard_modules(views, options)
+    return unit, _show(slots, shards, mesh)
+
+
+def _engine_options(arguments: dict[str, Any], placements: list[tuple]) -> _C.FullyShardOptions:
+    policy, offload = arguments["mp_policy"], arguments["offload_policy"]
+    options = _C.FullyShardOptions(engine_mesh(arguments["mesh"]), arguments["reshard_after_forward"])
+    options.set_precision(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
+    if isinstance(offload, CPUOffloadPolicy):
+        options.set_offload(offload.pin_memory)
+    options.set_placements(placements)
+    return options
+
+
+def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], mesh: DeviceMesh) -> list[tuple]:
+    """The places whose parameters the engine has sharded, each with what is to be shown there."""
+    shown: dict[torch.Tensor, Sharded] = {}
+    places = []
+    for own, own_shards in zip(slots, shards, strict=True):
+        for (_, owner, name, parameter), shard in zip(own, own_shards, strict=True):
+            if shard is None or local_of(parameter) is shard:
+                continue  # left alone, or shown by an earlier call
+            if shard not in shown:
+                shown[shard] = _sharded_for(shard, parameter, mesh)
+            places.append((owner, name, shown[shard]))
+    return places
+
+
+def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> Sharded:
+    handle = _C.handle_of(shard)
+    try:
+        return Sharded.behind(handle)  # tied to a parameter of another unit
+    except KeyError:
+        dims = _C.sharded(shard).shard_dims
+        return Sharded(shard, parameter, mesh, tuple(_placement_of(dim) for dim in dims))
+
+
+def _placement_of(dim: int | None) -> Placement:
+    return Replicate() if dim is None else Shard(dim)

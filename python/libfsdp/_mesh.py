@@ -1,0 +1,50 @@
+"""DeviceMesh as the engine sees it."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from . import _C
+
+_shared_memory = True
+
+
+def use_shared_memory(enabled: bool) -> None:
+    """Whether ranks on one host's CPU go over shared memory (the default) or over the mesh's own process groups.
+
+    Holds for models sharded from now on; call it alike on all ranks. The environment variable ``FSDP_SHM=0`` does the
+    same without a change of the program.
+    """
+    global _shared_memory
+    _shared_memory = bool(enabled)
+
+
+def default_mesh() -> DeviceMesh:
+    """All ranks in one dimension, on the accelerator if there is one."""
+    if not dist.is_initialized():
+        dist.init_process_group()
+    accelerator = torch.accelerator.current_accelerator()
+    return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
+
+
+def check_mesh(mesh: DeviceMesh) -> None:
+    if mesh.ndim not in (1, 2):
+        raise ValueError(
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}: slice it, as in mesh['shard']"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise AssertionError(
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified: "
+            "init_device_mesh(device, (replicas, shards), mesh_dim_names=('replicate', 'shard'))"
+        )
+
+
+def engine_mesh(mesh: DeviceMesh) -> _C.Mesh:
+    groups = [_C.group_of(mesh.get_group(dim), _shared_memory) for dim in range(mesh.ndim)]
+    return _C.Mesh(groups, list(mesh.mesh_dim_names or ()))
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())

@@ -1,0 +1,86 @@
+"""A sharded parameter in Python: the DTensor that is registered, and the handle that shadows it.
+
+``module._parameters[name]`` is the DTensor around this rank's shard; ``module.__dict__[name]`` is the handle, which
+normal attribute lookup finds first. So the module's own code reads the whole parameter, and ``parameters()``,
+``state_dict()`` and optimizers see the shard. Nothing is exchanged in a step.
+"""
+
+import weakref
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+from . import _C
+
+_by_handle: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDictionary()
+
+
+def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+class Sharded:
+    """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
+
+    __slots__ = ("__weakref__", "handle", "mesh", "parameter", "placements", "shadow", "shape", "shown", "stride")
+
+    def __init__(self, shard: torch.Tensor, original: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]):
+        info = _C.sharded(shard)
+        self.mesh, self.placements = mesh, placements
+        self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
+        requires_grad = original.requires_grad
+        self.parameter = self._as_parameter(shard, requires_grad)
+        self.shown = _C.DTensorShard(self.parameter)
+        _C.show_as(shard, self.shown)
+        self.handle = _C.handle_of(shard)
+        if self.handle is not original:  # on meta, the handle is a new tensor
+            self.handle._is_param = True
+            self.handle.requires_grad_(requires_grad)
+        self.shadow = self.handle
+        _by_handle[id(self.handle)] = self
+
+    @staticmethod
+    def behind(tensor: torch.Tensor) -> "Sharded":
+        """Of a handle."""
+        return _by_handle[id(tensor)]
+
+    def _as_parameter(self, shard: torch.Tensor, requires_grad: bool) -> nn.Parameter:
+        meta = TensorMeta(self.shape, self.stride, shard.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        parameter = nn.Parameter(DTensor(shard.detach(), spec, requires_grad=False), requires_grad)
+        parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
+        return parameter
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        """Puts the parameter and its shadow into their places."""
+        module._parameters[name] = self.parameter
+        module.__dict__[name] = self.shadow
+        if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+            module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
+
+    def follow(self, module: nn.Module, name: str) -> None:
+        """Takes over what users have registered in the parameter's place."""
+        current = module._parameters[name]
+        if current is not self.parameter:
+            self.parameter = self._accept(current, name)
+            self.shown.set_parameter(self.parameter)
+        self.enter(module, name)
+
+    def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
+        if current.shape != self.shape:
+            raise ValueError(
+                f"the sharded parameter '{name}' has shape {tuple(self.shape)}, and a tensor of shape "
+                f"{tuple(current.shape)} was put in its place"
+            )
+        if not isinstance(current, DTensor):
+            return self._as_parameter(_C.piece_of(self.handle, current.detach()), current.requires_grad)
+        if current.device_mesh != self.mesh or tuple(current.placements) != self.placements:
+            raise ValueError(
+                f"the sharded parameter '{name}' lies on {self.mesh} as {self.placements}, and a DTensor on "
+                f"{current.device_mesh} as {tuple(current.placements)} was put in its place: redistribute it first"
+            )
+        return current

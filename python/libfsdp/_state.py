@@ -1,0 +1,91 @@
+"""What ``fully_shard`` keeps of a module."""
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+from . import _C
+from ._sharded import Sharded
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """``value`` with every tensor in it replaced, within containers, named tuples and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, PackedSequence):
+        return value._replace(data=function(value.data))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
+        unchanged = all(mapped[name] is fields[name] for name in fields)
+        return value if unchanged else dataclasses.replace(value, **mapped)
+    if isinstance(value, dict):
+        copy = value.copy()
+        for key, item in value.items():
+            copy[key] = map_tensors(function, item)
+        return copy
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
+
+
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class FSDPState(_C.ModuleState):
+    """One call of ``fully_shard``: its unit, and the places of its parameters. Shared by the modules of a list."""
+
+    def __init__(self, unit: _C.Unit, arguments: dict[str, Any], device: torch.device, call: Callable):
+        super().__init__()
+        self.unit = unit
+        self.arguments = arguments
+        self.device = device
+        self.places: list[tuple[weakref.ref[nn.Module], str, Sharded]] = []
+        policy = arguments["mp_policy"]
+        self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
+        self.output_dtype = policy.output_dtype
+        self.moves_inputs = device.type != "cpu"
+        self.original_call = call
+        self.converts = bool(self.input_dtype or self.output_dtype or self.moves_inputs)
+
+    def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:
+        sharded.enter(module, name)
+        self.places.append((weakref.ref(module), name, sharded))
+        self.watch(module._parameters, name, sharded.parameter)
+
+    def follow(self, _module: nn.Module | None = None) -> None:
+        """Takes over parameters that users have registered in place of sharded ones."""
+        places, self.places = self.places, []
+        self.forget()
+        for reference, name, sharded in places:
+            module = reference()
+            if module is not None and module._parameters.get(name) is not None:
+                sharded.follow(module, name)
+                self.add(module, name, sharded)
+
+    def convert_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self.moves_inputs:
+            args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
+        if self.input_dtype:
+            args, kwargs = map_tensors(_cast_to(self.input_dtype), (args, kwargs))
+        return args, kwargs
+
+    def convert_outputs(self, outputs: Any) -> Any:
+        return map_tensors(_cast_to(self.output_dtype), outputs) if self.output_dtype else outputs
+
+    def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """``function(module, ...)`` through the module's boundary; ``args`` begin with the module."""
+        inputs, kwargs = self.convert_inputs(args[1:], kwargs)
+        return self.convert_outputs(function(args[0], *inputs, **kwargs))
+
+
+def state_of(module: nn.Module) -> FSDPState | None:
+    return module.__dict__.get("_fsdp_state")

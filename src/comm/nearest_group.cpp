@@ -1,0 +1,42 @@
+#include <algorithm>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <fsdp/group.h>
+
+#include "base/env.h"
+#include "base/log.h"
+#include "comm/c10d/factory.h"
+#include "comm/shm/factory.h"
+
+namespace fsdp {
+
+namespace {
+
+const Label kLabel{"join shared memory", ""};
+
+bool all_want_shared_memory(Group& group) {
+  const auto answers = group.exchange(env::flag("FSDP_SHM").value_or(true) ? "yes" : "no", kLabel);
+  return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
+}
+
+} // namespace
+
+std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+  auto group = from(std::move(process_group));
+  const auto device = c10d_device(*group);
+  if (group->size() == 1 || !device || !device->is_cpu() || !all_want_shared_memory(*group)) {
+    return group;
+  }
+  const Exchange exchange = [&](const std::string& mine) { return group->exchange(mine, kLabel); };
+  if (!shm_available(exchange)) {
+    return group;
+  }
+  log::info("rank ", group->rank(), " of ", group->size(), " goes over shared memory instead of ", group->name());
+  ShmOptions options;
+  options.timeout = env::seconds("FSDP_TIMEOUT").value_or(options.timeout);
+  options.arena = env::flag("FSDP_ARENA").value_or(true);
+  return shm_group(group->rank(), group->size(), exchange, options);
+}
+
+} // namespace fsdp

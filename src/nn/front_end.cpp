@@ -1,0 +1,48 @@
+#include <fsdp/front_end.h>
+
+#include "base/check.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
+  engine::Param* param = nn::param_of(tensor);
+  FSDP_CHECK(param != nullptr, "[", operation, "] expected a sharded parameter, got another tensor");
+  return *param;
+}
+
+} // namespace
+
+bool belongs_to_unit(const at::Tensor& tensor) {
+  return nn::param_of(tensor) != nullptr;
+}
+
+at::Tensor shard_of(const at::Tensor& tensor) {
+  return param_behind(tensor, "shard_of").shard();
+}
+
+at::Tensor handle_of(const at::Tensor& shard) {
+  auto& param = param_behind(shard, "handle_of");
+  auto lock = param.unit().runtime().lock();
+  return param.handle();
+}
+
+at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
+  const auto& param = param_behind(shard, "piece_of");
+  engine::InternalScope scope;
+  return param.piece_of(whole);
+}
+
+void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
+  auto& param = param_behind(shard, "show_as");
+  auto lock = param.unit().runtime().lock();
+  engine::InternalScope scope;
+  param.show_as(std::move(shown));
+}
+
+} // namespace fsdp
