@@ -2,6 +2,7 @@
 
 #include <initializer_list>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,8 +17,11 @@ class FSDP_API Mesh {
   /// One dimension, all ranks of the process group.
   static Mesh from_group(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::string name = "");
   static Mesh from_group(std::shared_ptr<Group> group, std::string name = "");
-  /// One group per dimension, outermost first.
-  static Mesh from_groups(std::vector<std::shared_ptr<Group>> groups, std::vector<std::string> names);
+  /// One group per dimension, outermost first. `device`, if unset: the one that the first group serves.
+  static Mesh from_groups(
+      std::vector<std::shared_ptr<Group>> groups,
+      std::vector<std::string> names,
+      std::optional<c10::Device> device = std::nullopt);
 
   int ndim() const;
   const std::vector<int64_t>& sizes() const;

@@ -13,7 +13,7 @@ namespace {
 using ProcessGroup = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // One group for each process group, as long as anybody uses it: meshes are equal if their groups are the same.
-std::shared_ptr<Group> group_of(const ProcessGroup& process_group, bool shared_memory) {
+std::shared_ptr<Group> group_of(const ProcessGroup& process_group, c10::Device device, bool shared_memory) {
   struct Entry {
     c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group; // so that its address means this one
     std::weak_ptr<Group> group;
@@ -29,7 +29,7 @@ std::shared_ptr<Group> group_of(const ProcessGroup& process_group, bool shared_m
   std::shared_ptr<Group> group;
   {
     py::gil_scoped_release no_gil;
-    group = shared_memory ? Group::nearest(process_group) : Group::from(process_group);
+    group = shared_memory ? Group::nearest(process_group, device) : Group::from(process_group);
   }
   groups->insert_or_assign(key, Entry{c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group), group});
   return group;
@@ -43,7 +43,7 @@ void bind_group(py::module_& m) {
       .def_property_readonly("size", &Group::size)
       .def_property_readonly("name", &Group::name)
       .def("barrier", [](Group& group) { group.barrier({"barrier", ""}); }, NoGil());
-  m.def("group_of", &group_of, py::arg("process_group"), py::arg("shared_memory"));
+  m.def("group_of", &group_of, py::arg("process_group"), py::arg("device"), py::arg("shared_memory"));
 }
 
 } // namespace fsdp::python

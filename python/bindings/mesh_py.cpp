@@ -6,11 +6,7 @@ namespace fsdp::python {
 
 void bind_mesh(py::module_& m) {
   py::class_<Mesh>(m, "Mesh")
-      .def(py::init([](std::vector<std::shared_ptr<Group>> groups, std::vector<std::string> names) {
-             return Mesh::from_groups(std::move(groups), std::move(names));
-           }),
-           py::arg("groups"),
-           py::arg("names"))
+      .def(py::init(&Mesh::from_groups), py::arg("groups"), py::arg("names"), py::arg("device"))
       .def_property_readonly("ndim", &Mesh::ndim)
       .def_property_readonly("sizes", &Mesh::sizes)
       .def("group", &Mesh::group, py::arg("dim") = 0)

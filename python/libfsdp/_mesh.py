@@ -40,8 +40,9 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def engine_mesh(mesh: DeviceMesh) -> _C.Mesh:
-    groups = [_C.group_of(mesh.get_group(dim), _shared_memory) for dim in range(mesh.ndim)]
-    return _C.Mesh(groups, list(mesh.mesh_dim_names or ()))
+    device = device_of(mesh)
+    groups = [_C.group_of(mesh.get_group(dim), device, _shared_memory) for dim in range(mesh.ndim)]
+    return _C.Mesh(groups, list(mesh.mesh_dim_names or ()), device)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

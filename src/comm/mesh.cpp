@@ -167,7 +167,8 @@ Mesh Mesh::from_group(std::shared_ptr<Group> group, std::string name) {
   return from_groups({std::move(group)}, name.empty() ? std::vector<std::string>() : std::vector{std::move(name)});
 }
 
-Mesh Mesh::from_groups(std::vector<std::shared_ptr<Group>> groups, std::vector<std::string> names) {
+Mesh Mesh::from_groups(
+    std::vector<std::shared_ptr<Group>> groups, std::vector<std::string> names, std::optional<c10::Device> device) {
   FSDP_CHECK(!groups.empty(), "[Mesh::from_groups] expected a group for each dimension, got none");
   check_names("Mesh::from_groups", names, groups.size());
   Impl impl;
@@ -177,7 +178,7 @@ Mesh Mesh::from_groups(std::vector<std::shared_ptr<Group>> groups, std::vector<s
     FSDP_CHECK(group, "[Mesh::from_groups] expected a group for each dimension, got null");
     impl.sizes.push_back(group->size());
   }
-  impl.device = device_of(*impl.groups.front());
+  impl.device = device ? *device : device_of(*impl.groups.front());
   return make(std::move(impl));
 }
 

@@ -22,10 +22,9 @@ bool all_want_shared_memory(Group& group) {
 
 } // namespace
 
-std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device) {
   auto group = from(std::move(process_group));
-  const auto device = c10d_device(*group);
-  if (group->size() == 1 || !device || !device->is_cpu() || !all_want_shared_memory(*group)) {
+  if (group->size() == 1 || !device.is_cpu() || !all_want_shared_memory(*group)) {
     return group;
   }
   const Exchange exchange = [&](const std::string& mine) { return group->exchange(mine, kLabel); };

@@ -60,7 +60,9 @@ std::string backend_name(const c10d::ProcessGroup& group) {
 
 c10::Device training_device(const c10d::ProcessGroup& process_group) {
   for (const c10::Device device : process_group.getDeviceTypes()) {
-    if (!device.is_cpu()) {
+    // Gloo says that it serves CUDA also where there is none.
+    if (!device.is_cpu() && c10::impl::hasDeviceGuardImpl(device.type()) &&
+        c10::impl::VirtualGuardImpl(device.type()).deviceCount() > 0) {
       return with_index(device);
     }
   }

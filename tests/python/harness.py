@@ -1,0 +1,109 @@
+"""Runs a test's body on several ranks, each a process of its own, joined by a group that the test names."""
+
+import functools
+import importlib
+import multiprocessing
+import os
+import pathlib
+import sys
+import tempfile
+import traceback
+
+import pytest
+
+TIMEOUT = 90
+FOLDER = str(pathlib.Path(__file__).parent)
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["harness_preload"])
+
+
+def on_ranks(*sizes, comm=("shm", "gloo")):
+    """Decorates a test: its body runs on so many ranks, over each of these means of communication."""
+
+    def decorate(body):
+        @pytest.mark.parametrize("means", comm)
+        @pytest.mark.parametrize("ranks", sizes)
+        @functools.wraps(body)
+        def test(ranks, means, **arguments):
+            run(body, ranks, means, arguments)
+
+        test.__signature__ = _with_parameters(body)
+        test.body = body
+        return test
+
+    return decorate
+
+
+def _with_parameters(body):
+    import inspect
+
+    own = [p.replace(default=inspect.Parameter.empty) for p in inspect.signature(body).parameters.values()]
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("ranks", "means")]
+    return inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + more)
+
+
+def run(body, ranks, means, arguments):
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            mine, theirs = _context.Pipe(duplex=False)
+            job = (body.__module__, body.__name__, rank, ranks, means, folder, arguments)
+            process = _context.Process(target=_work, args=(theirs, *job), daemon=True)
+            process.start()
+            theirs.close()
+            pipes.append(mine)
+            processes.append(process)
+        try:
+            failures = _collect(pipes, processes)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+        if failures:
+            rank, text = failures[0]
+            pytest.fail(f"rank {rank} of {ranks} over {means}:\n{text}", pytrace=False)
+
+
+def _collect(pipes, processes):
+    """Ranks that failed with what they said: those that raised before those that vanished or hung."""
+    import time
+
+    deadline = time.monotonic() + TIMEOUT
+    raised, lost = [], []
+    for rank, (pipe, process) in enumerate(zip(pipes, processes)):
+        try:
+            if not pipe.poll(max(0.0, deadline - time.monotonic()) if not raised else 5.0):
+                lost.append((rank, f"no answer within {TIMEOUT} s"))
+            elif (text := pipe.recv()) is not None:
+                raised.append((rank, text))
+        except EOFError:
+            process.join(5)
+            lost.append((rank, f"the process ended with exit code {process.exitcode}"))
+    return raised + lost
+
+
+def _work(pipe, module, name, rank, ranks, means, folder, arguments):
+    try:
+        sys.path.insert(0, FOLDER)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+        import torch
+        import torch.distributed as dist
+
+        import libfsdp
+
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks
+        )
+        libfsdp.use_shared_memory(means == "shm")
+        torch.manual_seed(0)
+        arguments = {key: f"{folder}/files" if value == "FOLDER" else value for key, value in arguments.items()}
+        getattr(importlib.import_module(module), name).body(**arguments)
+        dist.barrier()
+        pipe.send(None)
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send(traceback.format_exc())
+        pipe.close()
+        os._exit(1)

@@ -1,0 +1,8 @@
+"""What the server that forks the ranks has imported, so that they start at once."""
+
+import torch  # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
+import torch.distributed.checkpoint.state_dict  # noqa: F401
+import torch.distributed.fsdp  # noqa: F401
+
+import libfsdp  # noqa: F401

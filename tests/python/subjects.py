@@ -1,0 +1,73 @@
+"""Models and training loops that the tests share."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+BATCH = 4  # of each rank
+
+
+def seeded(make, seed=1):
+    torch.manual_seed(seed)
+    return make()
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 9), nn.GELU()), nn.Linear(9, 3))
+
+
+def rows(step, *shape):
+    """The batch of all ranks at a step; the same everywhere."""
+    return torch.randn(BATCH * dist.get_world_size(), *shape, generator=torch.Generator().manual_seed(100 + step))
+
+
+def mine(batch):
+    rank = dist.get_rank()
+    return batch[rank * BATCH : (rank + 1) * BATCH]
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def reference_backward(model, loss_of, batch):
+    """Gradients of the unsharded model, added rank after rank and then divided, as the shared-memory group does."""
+    world = dist.get_world_size()
+    for parts in batch.split(BATCH):
+        loss_of(model, parts).backward()
+    for parameter in {id(p): p for p in model.parameters()}.values():
+        if parameter.grad is not None:
+            parameter.grad.div_(world)
+
+
+def check_same(sharded, reference, exact=True, what="parameters"):
+    ours, theirs = dict(sharded.named_parameters()), dict(reference.named_parameters())
+    assert list(ours) == list(theirs)
+    for name, parameter in ours.items():
+        assert isinstance(parameter, DTensor), name
+        a, b = (parameter, theirs[name]) if what == "parameters" else (parameter.grad, theirs[name].grad)
+        assert (a is None) == (b is None), f"{what} of {name}: {a} against {b}"
+        if a is not None:
+            tolerance = dict(rtol=0, atol=0) if exact else {}
+            torch.testing.assert_close(whole(a), b.detach(), msg=lambda m: f"{what} of {name}: {m}", **tolerance)
+
+
+def check_training(sharded, reference, loss_of, shape, exact, steps=4, optimizer=torch.optim.AdamW, **options):
+    """Losses, gradients and parameters of `sharded` on its part of the batch are those of `reference` on all of it."""
+    ours = optimizer(sharded.parameters(), **options or dict(lr=1e-2))
+    theirs = optimizer(reference.parameters(), **options or dict(lr=1e-2))
+    for step in range(steps):
+        batch = rows(step, *shape)
+        loss = loss_of(sharded, mine(batch))
+        with torch.no_grad():
+            expected = loss_of(reference, mine(batch))
+        torch.testing.assert_close(loss.detach(), expected, rtol=0 if exact else None, atol=0 if exact else None)
+        loss.backward()
+        reference_backward(reference, loss_of, batch)
+        check_same(sharded, reference, exact, "gradients")
+        ours.step()
+        theirs.step()
+        check_same(sharded, reference, exact)
+        ours.zero_grad()
+        theirs.zero_grad()
