@@ -14,7 +14,7 @@ class InternalScope {
   InternalScope() : no_touch_(keys()) {}
 
   static c10::DispatchKeySet keys() {
-    return c10::DispatchKeySet(kKey) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+    return c10::DispatchKeySet({kKey, kInnerKey}) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
            c10::autocast_dispatch_keyset;
   }
 

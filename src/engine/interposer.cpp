@@ -187,7 +187,8 @@ void touch(Call& call) {
   }
 }
 
-void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+void intercept_at(
+    c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr};
   see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
@@ -199,8 +200,17 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     }
   }
   NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
-  c10::impl::ExcludeDispatchKeyGuard inside(c10::DispatchKeySet{kKey});
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
+  const c10::DispatchKeySet ours{kKey, kInnerKey};
+  c10::impl::ExcludeDispatchKeyGuard inside(ours);
+  op.redispatchBoxed((keys - ours) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+}
+
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  intercept_at(kKey, op, keys, stack);
+}
+
+void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  intercept_at(kInnerKey, op, keys, stack);
 }
 
 } // namespace
@@ -209,4 +219,8 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept>());
+}
+
+TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept_inside>());
 }

@@ -49,8 +49,11 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
       /*allocator=*/nullptr,
       /*resizable=*/false);
   const auto dispatch_key = c10::computeDispatchKey(geometry.dtype, c10::kStrided, geometry.device);
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(dispatch_key).add(kKey), dtype);
+  auto keys = c10::DispatchKeySet(dispatch_key).add(kKey);
+  if (geometry.device.is_cpu()) {
+    keys = keys.add(kInnerKey);
+  }
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), keys, dtype);
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(geometry.sizes, geometry.strides);
   return tensor;
 }

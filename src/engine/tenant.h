@@ -14,6 +14,10 @@ class Param;
 /// The dispatch key that marks handles and shards, so that operators on them are seen first. It stands above autograd
 /// and no operator has a kernel for it.
 inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
+/// Inside of a tensor subclass's own dispatch (a DTensor's, say), torch excludes all keys above Python's. This one lies
+/// below it, so that operators on what the subclass wraps are seen there. CPU tensors have it, whose memory other ranks
+/// may read in place: for these a write that nobody sees would be a race.
+inline constexpr c10::DispatchKey kInnerKey = c10::DispatchKey::CustomRNGKeyId;
 
 enum class Role : uint8_t {
   kHandle, ///< full shape; memory only while its unit is whole

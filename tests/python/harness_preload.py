@@ -6,3 +6,5 @@ import torch.distributed.checkpoint.state_dict  # noqa: F401
 import torch.distributed.fsdp  # noqa: F401
 
 import libfsdp  # noqa: F401
+
+torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1).step()  # brings in what optimizers import at first use
