@@ -90,6 +90,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   }
   prefetch(*last_, phase, schedule);
   for (Unit* unit : units) {
+    unit->unshard(); // again, if a prefetched unit's shards had to move, for which all readers let go
     unit->wait();
   }
   current_is_whole_ = true;
