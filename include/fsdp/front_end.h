@@ -47,6 +47,9 @@ FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.
 FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
 
+/// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
+FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);
+
 /// As `summon_full_params(module)`, for the units of these slots; `only`, if it is not null, for that unit alone.
 [[nodiscard]] FSDP_API SummonedParams
 summon_full_params(const std::vector<Slot>& slots, const FSDPModule* only, const SummonOptions& options);

@@ -140,6 +140,7 @@ void bind_front_end(py::module_& m) {
   m.def("shard_of", &shard_of, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"));
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
+  m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));
   m.def("show_as", &show_as, py::arg("shard"), py::arg("shown"), NoGil());
 }
 

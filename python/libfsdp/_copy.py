@@ -1,9 +1,74 @@
-"""``copy.deepcopy`` of a sharded module."""
+"""``copy.deepcopy`` of a sharded module: a sharded copy, made without communication of values.
 
+The copy is made with placeholders on the meta device, sharded as the original was, and given copies of its shards.
+"""
+
+import copy
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import _C
+from ._sharded import Sharded
+from ._state import FSDPState, state_of
 
 
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    raise NotImplementedError
+    states = _states(module)
+    sharded = {id(each): each for state in states for _, _, each in state.places}.values()
+    for each in sharded:
+        placeholder = nn.Parameter(each.handle.detach().new_empty(each.shape, device="meta"), each.parameter.requires_grad)
+        memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = placeholder
+    twin = _copy_unsharded(module, memo)
+    pairs = dict(zip(module.modules(), twin.modules(), strict=True))
+    for state in reversed(states):  # children first
+        _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state])
+    for each in module.modules():
+        _copy_values(each, pairs[each])
+    return twin
+
+
+def _states(module: nn.Module) -> list[FSDPState]:
+    return list(dict.fromkeys(filter(None, map(state_of, module.modules()))))
+
+
+def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A deep copy in which no module is sharded and parameters are what ``memo`` says."""
+    originals = [each for each in module.modules() if state_of(each) is not None]
+    shadows = {}
+    for each in module.modules():
+        names = [name for name in each._parameters if name in each.__dict__]
+        shadows[each] = {name: each.__dict__.pop(name) for name in names}
+    states = {each: (type(each), each.__dict__.pop("_fsdp_state")) for each in originals}
+    try:
+        for each in originals:
+            each.__class__ = states[each][0]._original_class
+        return copy.deepcopy(module, memo)
+    finally:
+        for each, (sharded_type, state) in states.items():
+            each.__class__ = sharded_type
+            each.__dict__["_fsdp_state"] = state
+        for each, names in shadows.items():
+            each.__dict__.update(names)
+
+
+def _shard_alike(state: FSDPState, modules: list[nn.Module]) -> None:
+    from ._fully_shard import fully_shard
+
+    arguments = dict(state.arguments, ignored_params=None)
+    fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+    twin = state_of(modules[0])
+    _C.copy_settings(state.unit, twin.unit)
+
+
+def _copy_values(module: nn.Module, twin: nn.Module) -> None:
+    for name, parameter in module._parameters.items():
+        mine = twin._parameters.get(name)
+        if isinstance(mine, DTensor) and mine.is_meta and isinstance(parameter, DTensor):
+            fresh = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+            twin._parameters[name] = fresh
+            Sharded.behind(twin.__dict__[name]).follow(twin, name)
+    state = state_of(twin)
+    if state is not None:
+        state.follow(twin)

@@ -66,6 +66,9 @@ void see_handle(Param& param, bool written, Call& call) {
     unit.runtime().write(unit, param);
     return;
   }
+  if (unit.has_params_on_meta()) { // before a step begins
+    unit.check_materialized();
+  }
   note_use(param, call.phase);
   if (std::find(call.units.begin(), call.units.end(), &unit) == call.units.end()) {
     call.units.push_back(&unit);
@@ -223,4 +226,19 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
 
 TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept_inside>());
+}
+
+// Kernels for all backends (copy_, the foreach operators) count as this key's too and go before its fallback.
+TORCH_LIBRARY_IMPL(aten, CustomRNGKeyId, library) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    const bool for_all_backends = op && name.getNamespace() == "aten" &&
+        (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional));
+    if (for_all_backends) {
+      const std::string full = name.name + (name.overload_name.empty() ? "" : "." + name.overload_name);
+      library.impl(full.c_str(), torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept_inside>());
+    }
+  }
 }

@@ -86,7 +86,6 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   release_left_behind(units, phase, schedule, before);
   for (Unit* unit : units) {
     unit->unshard();
-    unit->check_materialized();
   }
   prefetch(*last_, phase, schedule);
   for (Unit* unit : units) {

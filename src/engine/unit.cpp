@@ -96,6 +96,11 @@ void Unit::add_params(UnitSpec& spec) {
       settle(*bucket, "fully_shard");
     }
   }
+  look_for_params_on_meta();
+}
+
+void Unit::look_for_params_on_meta() {
+  on_meta_ = std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->on_meta(); });
 }
 
 void Unit::settle(Bucket& bucket, const char* operation) {
@@ -268,6 +273,7 @@ void Unit::settle_replaced_shards() {
     for (Param* param : params) {
       param->adopt_replacement();
     }
+    look_for_params_on_meta();
     if (bucket->has_values()) {
       settle(*bucket, "settle replaced shards");
     }

@@ -165,6 +165,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void before_shard_read();
   /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
   void settle_replaced_shards();
+  bool has_params_on_meta() const {
+    return on_meta_;
+  }
   /// An error that names the parameters that have no values yet.
   void check_materialized() const;
   void place(Param& param);
@@ -205,6 +208,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void add_params(UnitSpec& spec);
   Bucket& bucket_for(const Mesh& mesh, const UnitSpec& spec);
   void settle(Bucket& bucket, const char* operation);
+  void look_for_params_on_meta();
 
   std::string name_;
   c10::Device device_;
@@ -217,6 +221,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   int number_ = 0;
   Unit* parent_ = nullptr;
   UnitState state_ = UnitState::kSharded;
+  bool on_meta_ = false; // some parameters are
   int awaiting_ = 0; // parameters whose gradients are expected
   bool ready_ = false;
 };

@@ -4,6 +4,7 @@
 
 #include <torch/nn/module.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/sharded_tensor.h>
 
@@ -137,10 +138,7 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
       same.push_back(modules.at(path));
     }
     auto sharded_copy = fully_shard(same, options_of(recipe));
-    auto& policy = sharded_copy.unit()->policy;
-    policy = recipe.unit->policy;
-    policy.forward_prefetch.clear();
-    policy.backward_prefetch.clear();
+    copy_settings(FSDPModule(recipe.unit), sharded_copy);
   }
   return copy;
 }

@@ -38,6 +38,13 @@ at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   return param.piece_of(whole);
 }
 
+void copy_settings(const FSDPModule& from, const FSDPModule& to) {
+  auto& policy = to.unit()->policy;
+  policy = from.unit()->policy;
+  policy.forward_prefetch.clear();
+  policy.backward_prefetch.clear();
+}
+
 void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
   auto& param = param_behind(shard, "show_as");
   auto lock = param.unit().runtime().lock();

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import multiprocessing
 import os
 import pathlib
@@ -36,9 +37,8 @@ def on_ranks(*sizes, comm=("shm", "gloo")):
 
 
 def _with_parameters(body):
-    import inspect
-
-    own = [p.replace(default=inspect.Parameter.empty) for p in inspect.signature(body).parameters.values()]
+    given = inspect.signature(body).parameters.values()
+    own = [p for p in given if p.default is inspect.Parameter.empty]
     more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("ranks", "means")]
     return inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + more)
 
@@ -98,8 +98,10 @@ def _work(pipe, module, name, rank, ranks, means, folder, arguments):
         )
         libfsdp.use_shared_memory(means == "shm")
         torch.manual_seed(0)
-        arguments = {key: f"{folder}/files" if value == "FOLDER" else value for key, value in arguments.items()}
-        getattr(importlib.import_module(module), name).body(**arguments)
+        body = getattr(importlib.import_module(module), name).body
+        if "folder" in inspect.signature(body).parameters:
+            arguments["folder"] = f"{folder}/files"
+        body(**arguments)
         dist.barrier()
         pipe.send(None)
         dist.destroy_process_group()
