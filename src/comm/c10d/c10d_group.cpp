@@ -13,6 +13,7 @@
 #include "base/env.h"
 #include "comm/c10d/all_reduce.h"
 #include "comm/c10d/arguments.h"
+#include "comm/c10d/gloo.h"
 #include "comm/c10d/private_home.h"
 #include "comm/c10d/reduce_scatter.h"
 
@@ -58,7 +59,11 @@ std::vector<int> ranks_of_color(const std::vector<std::string>& colors, const st
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
   const auto timeout = timeout_of(*process_group);
-  return c10d_group(std::move(process_group), {.timeout = timeout});
+  C10dOptions options{.timeout = timeout};
+  if (adapter::backend_name(*process_group) == "gloo" && process_group->getStore()) {
+    options.make_process_group = gloo_process_groups(timeout); // Gloo's own split has been seen to hang
+  }
+  return c10d_group(std::move(process_group), options);
 }
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options) {

@@ -38,10 +38,12 @@ bool gloo_available() {
   return true;
 }
 
+MakeProcessGroup gloo_process_groups(std::chrono::milliseconds timeout) {
+  return [timeout](StorePtr store, int rank, int size) { return make_gloo(std::move(store), rank, size, timeout); };
+}
+
 std::shared_ptr<Group> gloo_group(StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
-  const MakeProcessGroup make = [timeout](StorePtr own_store, int own_rank, int count) {
-    return make_gloo(std::move(own_store), own_rank, count, timeout);
-  };
+  const MakeProcessGroup make = gloo_process_groups(timeout);
   return c10d_group(make(std::move(store), rank, size), {.timeout = timeout, .make_process_group = make});
 }
 

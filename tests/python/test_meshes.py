@@ -1,0 +1,114 @@
+"""Meshes of one and two dimensions, slices of larger ones, groups that users made."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+
+import libfsdp
+from harness import on_ranks
+from libfsdp import fully_shard
+from subjects import check_same, check_training, mine, mlp, rows, seeded, whole
+
+
+def loss_of(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def sharded(mesh, **options):
+    model = seeded(mlp)
+    for block in (model[0], model[2], model):
+        fully_shard(block, mesh=mesh, **options)
+    return model
+
+
+@on_ranks(4)
+def test_hybrid():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for options in ({}, dict(reshard_after_forward=False)):
+        model = sharded(mesh, **options)
+        assert next(model.parameters()).placements == (Replicate(), Shard(0))
+        assert next(model.parameters()).device_mesh is mesh
+        check_training(model, seeded(mlp), loss_of, (5,), exact=False)
+
+
+@on_ranks(4)
+def test_hybrid_all_reduce_put_off():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model, reference = sharded(mesh), seeded(mlp)
+    model.set_requires_all_reduce(False)
+    loss_of(model, mine(rows(0, 5))).backward()
+    assert all(p.grad is None for p in model.parameters())
+    model.set_requires_all_reduce(True)
+    loss_of(model, mine(rows(1, 5))).backward()
+    for step in (0, 1):
+        for part in rows(step, 5).split(4):
+            loss_of(reference, part).backward()
+    for p in reference.parameters():
+        p.grad.div_(4)
+    check_same(model, reference, exact=False, what="gradients")
+    with pytest.raises(ValueError, match="stream cannot be set"):
+        model.set_all_reduce_hook(lambda tensor: None, stream=torch.Stream("cpu"))
+
+
+@on_ranks(4, comm=("shm",))
+def test_slices_of_a_larger_mesh():
+    world = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "other", "shard"))
+    model = sharded(world["replicate", "shard"])
+    check_training(model, seeded(mlp), loss_of, (5,), exact=False, steps=2)
+    alone = sharded(world["shard"])
+    assert next(alone.parameters()).placements == (Shard(0),)
+    assert next(alone.parameters()).device_mesh.size() == 2
+    loss_of(alone, mine(rows(0, 5))).backward()
+
+
+@on_ranks(2)
+def test_from_group():
+    group = dist.new_group([0, 1])
+    mesh = DeviceMesh.from_group(group, "cpu")
+    check_training(sharded(mesh), seeded(mlp), loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(4, comm=("shm",))
+def test_hybrid_from_groups():
+    shards = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
+    replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
+    mesh = DeviceMesh.from_group(
+        [replicas, shards], "cpu", mesh=torch.arange(4).view(2, 2), mesh_dim_names=("replicate", "shard")
+    )
+    check_training(sharded(mesh), seeded(mlp), loss_of, (5,), exact=False, steps=2)
+
+
+@on_ranks(2, comm=("shm",))
+def test_shared_memory_takes_over_unless_told_otherwise():
+    import os
+
+    from libfsdp import _C, _mesh
+
+    mesh = init_device_mesh("cpu", (2,))
+    name = lambda: _mesh.engine_mesh(mesh).group(0).name  # noqa: E731
+    assert name() == "shm"
+    libfsdp.use_shared_memory(False)
+    assert name() == "gloo"
+    libfsdp.use_shared_memory(True)
+    os.environ["FSDP_SHM"] = "0"
+    assert name() == "gloo"
+    assert _C.Mesh is not None
+
+
+@on_ranks(3, comm=("shm",))
+def test_invalid_meshes():
+    model = mlp()
+    with pytest.raises(ValueError, match="1D or 2D DeviceMesh"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 1, 3), mesh_dim_names=("a", "b", "c")))
+    with pytest.raises(AssertionError, match="mesh_dim_names"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (1, 3)))
+    with pytest.raises(ValueError, match="factor of 3"):
+        fully_shard(model, reshard_after_forward=2)
+    with pytest.raises(ValueError, match="bool or an int"):
+        fully_shard(model, reshard_after_forward="yes")
+    assert not hasattr(model, "_fsdp_state") and type(model) is nn.Sequential
+    fully_shard(model)
+    assert whole(next(model.parameters())).shape == (7, 5)
