@@ -42,6 +42,7 @@ bool Bucket::has_values() const {
 
 void Bucket::settle(const Unit& unit) {
   in_place_readers::stop(*gather_group);
+  gather_from_neighbours_ = false;
   std::vector<Piece> pieces;
   for (const Param* param : params_) {
     const auto stored = param->shard_dtype();
@@ -183,6 +184,7 @@ void Bucket::write_back(const Unit& unit) {
 }
 
 void Bucket::begin_write(const Unit& unit) {
+  gather_from_neighbours_ = false; // what they keep is the former value, if backward did not ask for it
   if (!gather_group->gathers_in_place() || in_place_readers::stop(*gather_group)) {
     home_->begin_write(unit.label("write shards"));
   }
