@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, Replicate
+from torch.distributed.tensor import Shard
 
 from . import _C
-from ._mesh import check_mesh, default_mesh, device_of, engine_mesh
+from ._layout import DataParallel
+from ._mesh import check_mesh, default_mesh
 from ._module import FSDPModule, sharded_class
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from ._sharded import Sharded, local_of
@@ -50,11 +50,11 @@ def fully_shard(
         What was given, sharded in place; its class is now ``FSDP<Class>``.
     """
     modules = _checked_modules(module)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError("fully_shard(dp_mesh_dims=...) is not there yet: pass the data parallel slice as mesh")
     mesh = mesh or default_mesh()
-    check_mesh(mesh)
-    _check_reshard(reshard_after_forward, mesh)
+    if dp_mesh_dims is None:
+        check_mesh(mesh)
+    _check_reshard(reshard_after_forward, mesh, dp_mesh_dims)
+    parallel = DataParallel.over(mesh, dp_mesh_dims)
     arguments = dict(
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
@@ -62,9 +62,10 @@ def fully_shard(
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
     )
-    unit, places = _make_unit(modules, arguments)
-    state = FSDPState(unit, arguments, device_of(mesh), type(modules[0]).__call__)
+    unit, places = _make_unit(modules, arguments, parallel)
+    state = FSDPState(unit, arguments, parallel.device, type(modules[0]).__call__)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
     for each in modules:
@@ -127,7 +128,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
     return modules
 
 
-def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh) -> None:
+def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> None:
     if reshard_after_forward is None or isinstance(reshard_after_forward, bool):
         return
     if not isinstance(reshard_after_forward, int):
@@ -135,6 +136,8 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh) -> None:
             "reshard_after_forward should be a bool or an int representing the group size to reshard to, not "
             f"{reshard_after_forward}"
         )
+    if dims is not None:
+        raise NotImplementedError("reshard_after_forward as int is not supported with dp_mesh_dims: pass True or False")
     ranks = mesh.size(mesh.ndim - 1)
     if reshard_after_forward < 1 or ranks % reshard_after_forward != 0:
         raise ValueError(
@@ -187,8 +190,9 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
         )
 
 
-def _make_unit(modules: list[nn.Module], arguments: dict[str, Any]) -> tuple[_C.Unit, list[tuple]]:
-    mesh: DeviceMesh = arguments["mesh"]
+def _make_unit(
+    modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
+) -> tuple[_C.Unit, list[tuple]]:
     ignored = set(arguments["ignored_params"] or ())
     views, slots, placements, seen = [], [], [], set()
     for root in modules:
@@ -197,20 +201,23 @@ def _make_unit(modules: list[nn.Module], arguments: dict[str, Any]) -> tuple[_C.
             if parameter not in seen and not _C.belongs_to_unit(local_of(parameter)):
                 seen.add(parameter)
                 _check_parameter(parameter, path)
-                placements.append((parameter, _placement(parameter, path, arguments["shard_placement_fn"]), None))
+                parallel.check(parameter, path)
+                placements.append((local_of(parameter), _placement(parameter, path, arguments["shard_placement_fn"]), None))
         below = [(path, state_of(child).unit) for path, child in _named_modules(root) if state_of(child)]
         buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
         tensors = [(path, local_of(parameter)) for path, _, _, parameter in own]
         views.append(_C.ModuleView(type(root).__name__, tensors, below, buffers))
         slots.append(own)
-    options = _engine_options(arguments, placements)
+    options = _engine_options(arguments, parallel, placements)
     unit, shards = _C.shard_modules(views, options)
-    return unit, _show(slots, shards, mesh)
+    return unit, _show(slots, shards, parallel)
 
 
-def _engine_options(arguments: dict[str, Any], placements: list[tuple]) -> _C.FullyShardOptions:
+def _engine_options(
+    arguments: dict[str, Any], parallel: DataParallel, placements: list[tuple]
+) -> _C.FullyShardOptions:
     policy, offload = arguments["mp_policy"], arguments["offload_policy"]
-    options = _C.FullyShardOptions(engine_mesh(arguments["mesh"]), arguments["reshard_after_forward"])
+    options = _C.FullyShardOptions(parallel.engine, arguments["reshard_after_forward"])
     options.set_precision(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     if isinstance(offload, CPUOffloadPolicy):
         options.set_offload(offload.pin_memory)
@@ -218,7 +225,7 @@ def _engine_options(arguments: dict[str, Any], placements: list[tuple]) -> _C.Fu
     return options
 
 
-def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], mesh: DeviceMesh) -> list[tuple]:
+def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], parallel: DataParallel) -> list[tuple]:
     """The places whose parameters the engine has sharded, each with what is to be shown there."""
     shown: dict[torch.Tensor, Sharded] = {}
     places = []
@@ -227,19 +234,14 @@ def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], mes
             if shard is None or local_of(parameter) is shard:
                 continue  # left alone, or shown by an earlier call
             if shard not in shown:
-                shown[shard] = _sharded_for(shard, parameter, mesh)
+                shown[shard] = _sharded_for(shard, parameter, parallel)
             places.append((owner, name, shown[shard]))
     return places
 
 
-def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, mesh: DeviceMesh) -> Sharded:
+def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, parallel: DataParallel) -> Sharded:
     handle = _C.handle_of(shard)
     try:
         return Sharded.behind(handle)  # tied to a parameter of another unit
     except KeyError:
-        dims = _C.sharded(shard).shard_dims
-        return Sharded(shard, parameter, mesh, tuple(_placement_of(dim) for dim in dims))
-
-
-def _placement_of(dim: int | None) -> Placement:
-    return Replicate() if dim is None else Shard(dim)
+        return Sharded(shard, parameter, parallel)

@@ -39,10 +39,16 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
 
 
-def engine_mesh(mesh: DeviceMesh) -> _C.Mesh:
-    device = device_of(mesh)
-    groups = [_C.group_of(mesh.get_group(dim), device, _shared_memory) for dim in range(mesh.ndim)]
-    return _C.Mesh(groups, list(mesh.mesh_dim_names or ()), device)
+def engine_mesh(*meshes: DeviceMesh, shards: bool = True) -> _C.Mesh:
+    """The dimensions of the meshes, one after another; the last one shards, unless ``shards`` is false."""
+    device = device_of(meshes[0])
+    dims = [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
+    groups = [_C.group_of(mesh.get_group(dim), device, _shared_memory) for mesh, dim in dims]
+    names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
+    if not shards:
+        groups.append(_C.group_of_one())
+        names.append("shard")
+    return _C.Mesh(groups, names, device)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from . import _C
+from ._layout import DataParallel
 
 _by_handle: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDictionary()
 
@@ -28,19 +29,22 @@ class Sharded:
 
     __slots__ = ("__weakref__", "handle", "mesh", "parameter", "placements", "shadow", "shape", "shown", "stride")
 
-    def __init__(self, shard: torch.Tensor, original: nn.Parameter, mesh: DeviceMesh, placements: tuple[Placement, ...]):
+    def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel):
         info = _C.sharded(shard)
-        self.mesh, self.placements = mesh, placements
-        self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
+        self.mesh, self.placements = parallel.layout(original, info.shard_dims)
+        if isinstance(original, DTensor):
+            self.shape, self.stride = original.shape, original.stride()
+        else:
+            self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
         requires_grad = original.requires_grad
         self.parameter = self._as_parameter(shard, requires_grad)
         self.shown = _C.DTensorShard(self.parameter)
         _C.show_as(shard, self.shown)
         self.handle = _C.handle_of(shard)
-        if self.handle is not original:  # on meta, the handle is a new tensor
+        if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
-        self.shadow = self.handle
+        self.shadow = self._around_handle(parallel.around(original))
         _by_handle[id(self.handle)] = self
 
     @staticmethod
@@ -54,6 +58,18 @@ class Sharded:
         parameter = nn.Parameter(DTensor(shard.detach(), spec, requires_grad=False), requires_grad)
         parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
         return parameter
+
+    def _around_handle(self, layout: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> torch.Tensor:
+        """What the module's code reads: the handle, or a DTensor through which gradients reach it."""
+        if layout is None:
+            return self.handle
+        mesh, placements = layout
+        with torch.enable_grad():
+            shadow = DTensor.from_local(
+                self.handle, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
+            )
+        shadow._is_param = True
+        return shadow
 
     def enter(self, module: nn.Module, name: str) -> None:
         """Puts the parameter and its shadow into their places."""

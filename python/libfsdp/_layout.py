@@ -1,0 +1,113 @@
+"""On which mesh, and how, a sharded parameter lies: data parallel dimensions together with those it had before."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
+
+from . import _C
+from ._mesh import device_of, engine_mesh
+from ._policy import DataParallelMeshDims
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """The data parallel dimensions that ``fully_shard`` was given."""
+
+    mesh: DeviceMesh  # (shard) or (replicate, shard); with `spmd`, what is left of that one
+    engine: _C.Mesh
+    spmd: DeviceMesh | None = None  # the whole mesh on which parameters are DTensors already
+    dims: DataParallelMeshDims | None = None
+
+    @staticmethod
+    def over(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> "DataParallel":
+        if dims is None:
+            return DataParallel(mesh, engine_mesh(mesh))
+        names = mesh.mesh_dim_names
+        if names is None:
+            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+        for name in (*dims.shard_names, *dims.replicate_names):
+            if name not in names:
+                raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
+        parts = [_part(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
+        return DataParallel(parts[-1], engine_mesh(*parts, shards=bool(dims.shard_names)), mesh, dims)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.mesh)
+
+    def check(self, parameter: torch.Tensor, path: str) -> None:
+        """An error if a parameter does not lie as this asks for."""
+        if not isinstance(parameter, DTensor):
+            if self.spmd is not None:
+                raise ValueError(f"With dp_mesh_dims parameters must be DTensors on the mesh, and '{path}' is none")
+            return
+        other = parameter.device_mesh.device_type
+        if other != self.mesh.device_type:
+            raise ValueError(
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{other} for DTensor and {self.mesh.device_type} for FSDP ('{path}')"
+            )
+        if self.spmd is None:
+            return
+        if parameter.device_mesh != self.spmd:
+            raise ValueError(
+                f"With dp_mesh_dims parameters must be on the same mesh: '{path}' is on {parameter.device_mesh}, and "
+                f"{self.spmd} was given"
+            )
+        for name, placement in zip(self.spmd.mesh_dim_names, parameter.placements, strict=True):
+            if name in (*self.dims.shard_names, *self.dims.replicate_names) and not placement.is_replicate():
+                raise ValueError(f"Expected Replicate on the data parallel dim '{name}', got {placement} for '{path}'")
+
+    def layout(self, parameter: torch.Tensor, dims: list[int | None]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Of the shards, which the engine has cut along ``dims``, one for each of its mesh's dimensions."""
+        if not isinstance(parameter, DTensor):
+            return self.mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+        cut = next(dim for dim in dims if dim is not None)
+        if self.spmd is not None:
+            names, given = self.spmd.mesh_dim_names, parameter.placements
+            mine = _cut(cut, given, self.spmd)
+            return self.spmd, tuple(
+                mine if name in self.dims.shard_names else placement
+                for name, placement in zip(names, given, strict=True)
+            )
+        before = parameter.device_mesh
+        mine = tuple(Replicate() if dim is None else _cut(dim, parameter.placements, before) for dim in dims)
+        return _joined(self.mesh, before), (*mine, *parameter.placements)
+
+    def around(self, parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
+        """On which mesh the whole parameter is a DTensor to the module's own code; None if it is a plain tensor."""
+        if not isinstance(parameter, DTensor):
+            return None
+        if self.spmd is None:
+            return parameter.device_mesh, tuple(parameter.placements)
+        data_parallel = (*self.dims.shard_names, *self.dims.replicate_names)
+        rest = tuple(name for name in self.spmd.mesh_dim_names if name not in data_parallel)
+        if not rest:
+            return None
+        kept = zip(self.spmd.mesh_dim_names, parameter.placements, strict=True)
+        return self.spmd[rest], tuple(placement for name, placement in kept if name in rest)
+
+
+def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _cut(dim: int, before: tuple[Placement, ...], mesh: DeviceMesh) -> Placement:
+    """A cut along ``dim`` of what other mesh dimensions may have cut along it already."""
+    split = 1
+    for size, placement in zip(mesh.shape, before, strict=True):
+        split *= size if placement.is_shard(dim) else 1
+    return Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
+
+
+def _joined(data_parallel: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
+    root = data_parallel._get_root_mesh()
+    if root != other._get_root_mesh() or not data_parallel.mesh_dim_names or not other.mesh_dim_names:
+        raise ValueError(
+            "Parameters that are DTensors have to be on a slice of the mesh that the FSDP mesh is a slice of, both with "
+            f"mesh_dim_names; got {other} for the parameter and {data_parallel} for fully_shard"
+        )
+    return root[(*data_parallel.mesh_dim_names, *other.mesh_dim_names)]
