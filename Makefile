@@ -8,7 +8,7 @@ ARGS ?=
 PREFIX ?= /usr/local
 export PYTHON TORCH
 
-.PHONY: help setup build train test bench asan tsan format check install clean
+.PHONY: help setup build python train test bench asan tsan format check install clean
 
 help: ## this text
 	@scripts/help.sh
@@ -18,6 +18,9 @@ setup: ## install what is missing: system packages (as root) and torch (in .venv
 
 build: setup ## the library, the tests and the examples, in build/
 	@scripts/build.sh release
+
+python: setup ## the Python package, into .venv or PYTHON's environment
+	@scripts/python.sh
 
 train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--help"
 	@scripts/build.sh release train_gpt

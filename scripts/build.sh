@@ -10,12 +10,17 @@ dir=$(build_dir "$preset")
 python=$(torch_python)
 key="$python $(torch_version "$python") ${CMAKE_ARGS:-}"
 
+# The sanitizers' run time would have to be in the interpreter.
+python_option() {
+  [ "$1" = release ] && echo -DFSDP_BUILD_PYTHON=ON || echo -DFSDP_BUILD_PYTHON=OFF
+}
+
 # What CMake found out about one torch does not hold for another.
 if [ "$(cat "$dir/configured-for" 2>/dev/null || true)" != "$key" ]; then
   rm -rf "$dir/CMakeCache.txt" "$dir/CMakeFiles"
   mkdir -p "$dir"
   echo "Configuring $dir for torch $(torch_version "$python")"
-  cmake --preset "$preset" -DFSDP_PYTHON="$python" ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
+  cmake --preset "$preset" -DFSDP_PYTHON="$python" $(python_option "$preset") ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
     { cat "$dir/configure.log" >&2; die "CMake could not configure $dir: see above"; }
   echo "$key" >"$dir/configured-for"
 fi

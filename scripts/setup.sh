@@ -103,10 +103,21 @@ ensure_torch() {
   touch "$stamp"
 }
 
+# What the Python package is built and tested with.
+ensure_python_tools() {
+  local python missing
+  python=$(torch_python)
+  missing=$("$python" -c 'import importlib.util as u
+print(*[package for module, package in [("pytest", "pytest"), ("scikit_build_core", "scikit-build-core")] if not u.find_spec(module)])')
+  [ -z "$missing" ] || "$python" -m pip install --quiet --disable-pip-version-check $missing ||
+    die "pip could not install $missing: the Python package needs them"
+}
+
 if [ "${1:-}" = --tools ]; then
   shift
   ensure_packages "$(for tool in "$@"; do missing_commands "$tool:$tool"; done)" ""
 else
   ensure_packages "$(missing_required)" "$(missing_optional)"
   ensure_torch
+  ensure_python_tools
 fi

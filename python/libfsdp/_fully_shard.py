@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from ._layout import DataParallel
@@ -187,6 +188,12 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
     if parameter.ndim == 0:
         raise ValueError(
             f"fully_shard doesn't support scalar parameters. Change {path} to a 1D tensor with numel equal to 1."
+        )
+    local = local_of(parameter)
+    if hasattr(local, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(local):
+        raise NotImplementedError(
+            f"'{path}' is a {type(local).__name__}: all-gather extensions of tensor subclasses are not supported. "
+            "Keep it in ignored_params, or make it a plain tensor"
         )
 
 

@@ -1,0 +1,90 @@
+"""The package itself: version, command line, exports, subclass extensions, torch.compile."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import libfsdp
+from harness import on_ranks
+from libfsdp import fully_shard
+from subjects import mine, mlp, rows, seeded, check_same, reference_backward
+
+
+def command(*arguments):
+    result = subprocess.run([sys.executable, "-m", "libfsdp", *arguments], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def test_command_line():
+    text = command("info")
+    assert libfsdp.__version__ in text and torch.__version__ in text and "gloo" in text
+    assert "works here" in text or "no (" in text
+    assert command("--cmake-dir").strip().endswith("lib/cmake/fsdp")
+
+
+def test_exports():
+    names = (
+        "fully_shard FSDPModule UnshardHandle register_fsdp_forward_method MixedPrecisionPolicy OffloadPolicy "
+        "CPUOffloadPolicy share_comm_ctx DataParallelMeshDims describe summon_full_params clip_grad_norm_"
+    ).split()
+    assert set(names) <= set(libfsdp.__all__)
+    for name in names:
+        thing = getattr(libfsdp, name)
+        assert thing.__doc__, f"{name} has no docstring"
+
+
+def test_signatures_are_pytorchs():
+    import inspect
+
+    from torch.distributed import fsdp
+
+    for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
+        ours, theirs = (inspect.signature(getattr(package, name)).parameters for package in (libfsdp, fsdp))
+        assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()], name
+    for name, method in vars(fsdp.FSDPModule).items():
+        if not name.startswith("_") and inspect.isfunction(method):
+            ours = inspect.signature(vars(libfsdp.FSDPModule)[name]).parameters
+            theirs = inspect.signature(inspect.unwrap(method)).parameters
+            assert [(p.name, p.kind, p.default) for p in ours.values()] == [
+                (p.name, p.kind, p.default) for p in theirs.values()
+            ], name
+
+
+@on_ranks(1, comm=("shm",))
+def test_all_gather_extensions_are_refused():
+    class Extended(torch.Tensor):
+        def fsdp_pre_all_gather(self, mesh):
+            raise AssertionError
+
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(torch.rand(2, 2).as_subclass(Extended))
+    with pytest.raises(NotImplementedError, match="weight.*all-gather extensions"):
+        fully_shard(module)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@on_ranks(2, comm=("shm",))
+def test_compiled_modules_give_the_same(backend):
+    def loss_of(model, batch):
+        return model(batch).pow(2).mean()
+
+    for compile_what in ("model", "method", "block"):
+        reference, model = seeded(mlp), seeded(mlp)
+        fully_shard(model[2])
+        fully_shard(model)
+        if compile_what == "model":
+            call = torch.compile(model, backend=backend)
+        else:
+            (model if compile_what == "method" else model[2]).compile(backend=backend)
+            call = model
+        for step in range(2):
+            batch = rows(step, 5)
+            assert torch.equal(call(mine(batch)), reference(mine(batch))), compile_what
+            loss_of(call, mine(batch)).backward()
+            reference_backward(reference, loss_of, batch)
+            check_same(model, reference, what="gradients")
+            model.zero_grad(), reference.zero_grad()
