@@ -100,8 +100,8 @@ class FSDP_API Group {
 
   /// Any c10d backend: NCCL, Gloo, MPI, a vendor's.
   static std::shared_ptr<Group> from(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
-  /// The same ranks joined by shared memory, where `device` is the CPU and all of them are on one host; else as `from`. FSDP_SHM=0 on any
-  /// rank rules shared memory out. Collective.
+  /// The same ranks joined by shared memory, where `device` is the CPU and all of them are on one host; else as `from`.
+  /// FSDP_SHM=0 on any rank rules shared memory out. Collective.
   static std::shared_ptr<Group> nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device);
 
   int rank() const {

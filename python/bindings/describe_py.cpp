@@ -21,7 +21,8 @@ void bind_describe(py::module_& m) {
       .def_readonly("bytes_peak", &Description::bytes_peak)
       .def("__str__", &Description::str)
       .def("__repr__", &Description::str);
-  m.def("describe", [](const FSDPModule& unit) { return describe(unit); }, py::arg("unit"));
+  m.def(
+      "describe", [](const FSDPModule& unit) { return describe(unit); }, py::arg("unit"));
 }
 
 } // namespace fsdp::python

@@ -42,7 +42,12 @@ void bind_group(py::module_& m) {
       .def_property_readonly("rank", &Group::rank)
       .def_property_readonly("size", &Group::size)
       .def_property_readonly("name", &Group::name)
-      .def("barrier", [](Group& group) { group.barrier({"barrier", ""}); }, NoGil());
+      .def(
+          "barrier",
+          [](Group& group) {
+            group.barrier({"barrier", ""});
+          },
+          NoGil());
   m.def("group_of_one", &group_of_one);
   m.def("group_of", &group_of, py::arg("process_group"), py::arg("device"), py::arg("shared_memory"));
 }

@@ -23,8 +23,8 @@ void set_placements(
   for (const auto& [tensor, dim, mesh] : placements) {
     by_tensor[tensor.unsafeGetTensorImpl()] = {dim, mesh};
   }
-  options.shard_placement_fn =
-      [by_tensor](const at::Tensor& tensor, const std::string&) -> std::optional<ShardPlacement> {
+  options.shard_placement_fn = [by_tensor](
+                                   const at::Tensor& tensor, const std::string&) -> std::optional<ShardPlacement> {
     const auto found = by_tensor.find(tensor.unsafeGetTensorImpl());
     return found == by_tensor.end() ? std::nullopt : std::optional(found->second);
   };
@@ -34,14 +34,15 @@ void set_placements(
 
 void bind_policy(py::module_& m) {
   py::class_<FullyShardOptions>(m, "FullyShardOptions")
-      .def(py::init([](const Mesh& mesh, const std::variant<py::none, bool, int>& reshard_after_forward) {
-             FullyShardOptions options;
-             options.mesh = mesh;
-             set_reshard_after_forward(options, reshard_after_forward);
-             return options;
-           }),
-           py::arg("mesh"),
-           py::arg("reshard_after_forward"))
+      .def(
+          py::init([](const Mesh& mesh, const std::variant<py::none, bool, int>& reshard_after_forward) {
+            FullyShardOptions options;
+            options.mesh = mesh;
+            set_reshard_after_forward(options, reshard_after_forward);
+            return options;
+          }),
+          py::arg("mesh"),
+          py::arg("reshard_after_forward"))
       .def(
           "set_precision",
           [](FullyShardOptions& options, Dtype param_dtype, Dtype reduce_dtype, Dtype output_dtype, bool cast_inputs) {

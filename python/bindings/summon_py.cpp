@@ -38,13 +38,14 @@ class Summoned {
 
 void bind_summon(py::module_& m) {
   py::class_<SummonOptions>(m, "SummonOptions")
-      .def(py::init([](bool writeback, bool rank0_only, bool offload_to_cpu, bool with_grads) {
-             return SummonOptions{true, writeback, rank0_only, offload_to_cpu, with_grads};
-           }),
-           py::arg("writeback"),
-           py::arg("rank0_only"),
-           py::arg("offload_to_cpu"),
-           py::arg("with_grads"));
+      .def(
+          py::init([](bool writeback, bool rank0_only, bool offload_to_cpu, bool with_grads) {
+            return SummonOptions{true, writeback, rank0_only, offload_to_cpu, with_grads};
+          }),
+          py::arg("writeback"),
+          py::arg("rank0_only"),
+          py::arg("offload_to_cpu"),
+          py::arg("with_grads"));
   py::class_<Summoned>(m, "Summoned")
       .def(
           py::init<

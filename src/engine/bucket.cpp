@@ -37,7 +37,8 @@ std::shared_ptr<Home> Bucket::make_home(
 }
 
 bool Bucket::has_values() const {
-  return params_.empty() || std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
+  return params_.empty() ||
+         std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
 }
 
 void Bucket::settle(const Unit& unit) {

@@ -233,7 +233,8 @@ TORCH_LIBRARY_IMPL(aten, CustomRNGKeyId, library) {
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    const bool for_all_backends = op && name.getNamespace() == "aten" &&
+    const bool for_all_backends =
+        op && name.getNamespace() == "aten" &&
         (op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
          op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional));
     if (for_all_backends) {
