@@ -36,11 +36,18 @@ def rotate(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cosine - second * sine, first * sine + second * cosine), -1)
 
 
+class Linear(nn.Linear):
+    """Rounds as LibTorch's Linear does, which adds the bias in a step of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.matmul(self.weight.t()).add_(self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
@@ -54,7 +61,7 @@ class Block(nn.Module):
         self.attention_norm = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp_norm = nn.LayerNorm(width)
-        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.widen, self.narrow = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -78,10 +85,36 @@ class GPT(nn.Module):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.rotation[: tokens.size(1)])
-        return F.linear(self.norm(x), self.embedding.weight)  # the same weights read and write bytes
+        return self.norm(x).matmul(self.embedding.weight.t())  # the same weights read and write bytes
 
     def loss(self, tokens: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(self(tokens).flatten(0, 1).float(), following.flatten())
+
+
+class AdamW(torch.optim.Optimizer):
+    """Rounds as LibTorch's AdamW does. PyTorch's own, in all its kinds, works as well."""
+
+    def __init__(self, params, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
+        super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, eps=eps))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(parameter, group)
+
+    def update(self, parameter: torch.Tensor, group: dict) -> None:
+        state, (beta1, beta2) = self.state[parameter], group["betas"]
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+        state["step"] += 1
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        state["mean"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
+        state["square"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
+        correction = math.sqrt(1 - beta2 ** state["step"])
+        denominator = (state["square"].sqrt() / correction).add_(group["eps"])
+        parameter.addcdiv_(state["mean"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
 
 
 def scatter(x: int) -> int:
@@ -155,9 +188,7 @@ def main() -> None:
     shard(model, options)
     if rank == 0:
         print(libfsdp.describe(model))
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, foreach=True
-    )
+    optimizer = AdamW(model.parameters(), options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay)
     batches, losses = Batches(options.data.read_bytes(), options.seq), []
     for step in range(options.steps):
         for group in optimizer.param_groups:
