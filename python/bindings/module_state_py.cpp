@@ -28,7 +28,6 @@ class ModuleState {
     return true;
   }
 
-  py::object original_call; ///< the module class's own `__call__`
   bool converts = false; ///< inputs or outputs are cast, or moved
 
  private:
@@ -41,16 +40,19 @@ class ModuleState {
 };
 
 py::object call(const py::tuple& arguments, PyObject* keywords) {
-  static const auto* attribute = new py::str("_fsdp_state");
-  const auto state = py::getattr(arguments[0], *attribute);
+  static const auto* state_name = new py::str("_fsdp_state");
+  static const auto* call_name = new py::str("_original_call");
+  const py::object module = arguments[0];
+  const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
+  const auto state = py::getattr(module, *state_name);
   const auto& watched = state.cast<ModuleState&>();
   if (!watched.intact()) {
-    state.attr("follow")(arguments[0]);
+    state.attr("follow")(module);
   }
   if (watched.converts) {
-    return state.attr("call")(watched.original_call, arguments, keywords ? py::handle(keywords) : py::dict());
+    return state.attr("call")(original_call, arguments, keywords ? py::handle(keywords) : py::dict());
   }
-  return py::reinterpret_steal<py::object>(PyObject_Call(watched.original_call.ptr(), arguments.ptr(), keywords));
+  return py::reinterpret_steal<py::object>(PyObject_Call(original_call.ptr(), arguments.ptr(), keywords));
 }
 
 PyObject* call_sharded(PyObject*, PyObject* arguments, PyObject* keywords) {
@@ -78,7 +80,6 @@ void bind_module_state(py::module_& m) {
       .def("watch", &ModuleState::watch)
       .def("forget", &ModuleState::forget)
       .def("intact", &ModuleState::intact)
-      .def_readwrite("original_call", &ModuleState::original_call)
       .def_readwrite("converts", &ModuleState::converts);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
   m.attr("call_sharded") = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));

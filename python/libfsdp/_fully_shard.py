@@ -66,7 +66,7 @@ def fully_shard(
         dp_mesh_dims=dp_mesh_dims,
     )
     unit, places = _make_unit(modules, arguments, parallel)
-    state = FSDPState(unit, arguments, parallel.device, type(modules[0]).__call__)
+    state = FSDPState(unit, arguments, parallel.device)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
     for each in modules:
@@ -169,19 +169,27 @@ def _slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]
                 yield f"{path}.{name}" if path else name, module, name, parameter
 
 
-def _placement(parameter: nn.Parameter, path: str, function: Callable[[nn.Parameter], Any] | None) -> int:
-    """The dimension along which a parameter is cut."""
+def _placement(
+    parameter: nn.Parameter, path: str, function: Callable[[nn.Parameter], Any] | None
+) -> tuple[int, DeviceMesh | None]:
+    """The dimension along which a parameter is cut, and over which mesh if it is not the unit's."""
     placement = function(parameter) if function else None
+    mesh = None
+    if hasattr(placement, "mesh_info"):  # PyTorch's ShardPlacementResult
+        placement, mesh = placement.placement, placement.mesh_info.mesh
+        check_mesh(mesh)
     if placement is None:
-        return 0
+        return 0, mesh
     if not isinstance(placement, Shard):
-        raise ValueError(f"shard_placement_fn should return a Shard or None, got {placement} for '{path}'")
+        raise ValueError(
+            f"shard_placement_fn should return a Shard, a ShardPlacementResult or None, got {placement} for '{path}'"
+        )
     dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
     if not 0 <= dim < parameter.ndim:
         raise AssertionError(
             f"Shard dim {placement.dim} is invalid for {parameter.ndim}D tensor '{path}' of shape {tuple(parameter.shape)}"
         )
-    return dim
+    return dim, mesh
 
 
 def _check_parameter(parameter: nn.Parameter, path: str) -> None:
@@ -201,15 +209,17 @@ def _make_unit(
     modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
 ) -> tuple[_C.Unit, list[tuple]]:
     ignored = set(arguments["ignored_params"] or ())
-    views, slots, placements, seen = [], [], [], set()
+    views, slots, placements = [], [], []
+    parallels: dict[nn.Parameter, DataParallel] = {}
     for root in modules:
         own = [slot for slot in _slots(root) if slot[3] not in ignored]
         for path, _, _, parameter in own:
-            if parameter not in seen and not _C.belongs_to_unit(local_of(parameter)):
-                seen.add(parameter)
+            if parameter not in parallels and not _C.belongs_to_unit(local_of(parameter)):
                 _check_parameter(parameter, path)
-                parallel.check(parameter, path)
-                placements.append((local_of(parameter), _placement(parameter, path, arguments["shard_placement_fn"]), None))
+                dim, mesh = _placement(parameter, path, arguments["shard_placement_fn"])
+                own_parallel = parallels[parameter] = DataParallel.over(mesh, None) if mesh else parallel
+                own_parallel.check(parameter, path)
+                placements.append((local_of(parameter), dim, own_parallel.engine if mesh else None))
         below = [(path, state_of(child).unit) for path, child in _named_modules(root) if state_of(child)]
         buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
         tensors = [(path, local_of(parameter)) for path, _, _, parameter in own]
@@ -217,7 +227,7 @@ def _make_unit(
         slots.append(own)
     options = _engine_options(arguments, parallel, placements)
     unit, shards = _C.shard_modules(views, options)
-    return unit, _show(slots, shards, parallel)
+    return unit, _show(slots, shards, parallels)
 
 
 def _engine_options(
@@ -232,7 +242,9 @@ def _engine_options(
     return options
 
 
-def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], parallel: DataParallel) -> list[tuple]:
+def _show(
+    slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], parallels: dict[nn.Parameter, DataParallel]
+) -> list[tuple]:
     """The places whose parameters the engine has sharded, each with what is to be shown there."""
     shown: dict[torch.Tensor, Sharded] = {}
     places = []
@@ -241,14 +253,14 @@ def _show(slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], par
             if shard is None or local_of(parameter) is shard:
                 continue  # left alone, or shown by an earlier call
             if shard not in shown:
-                shown[shard] = _sharded_for(shard, parameter, parallel)
+                shown[shard] = _sharded_for(shard, parameter, parallels)
             places.append((owner, name, shown[shard]))
     return places
 
 
-def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, parallel: DataParallel) -> Sharded:
+def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, parallels: dict[nn.Parameter, DataParallel]) -> Sharded:
     handle = _C.handle_of(shard)
     try:
         return Sharded.behind(handle)  # tied to a parameter of another unit
     except KeyError:
-        return Sharded(shard, parameter, parallel)
+        return Sharded(shard, parameter, parallels[parameter])

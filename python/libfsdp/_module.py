@@ -201,6 +201,11 @@ _classes: dict[type, type] = {}
 def sharded_class(original: type) -> type:
     """``FSDP<Original>``: the class that takes the place of a sharded module's own."""
     if original not in _classes:
-        members = {"_original_class": original, "__call__": _C.call_sharded, "__module__": original.__module__}
+        members = {
+            "_original_class": original,
+            "_original_call": original.__call__,
+            "__call__": _C.call_sharded,
+            "__module__": original.__module__,
+        }
         _classes[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), members)
     return _classes[original]

@@ -43,7 +43,7 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 class FSDPState(_C.ModuleState):
     """One call of ``fully_shard``: its unit, and the places of its parameters. Shared by the modules of a list."""
 
-    def __init__(self, unit: _C.Unit, arguments: dict[str, Any], device: torch.device, call: Callable):
+    def __init__(self, unit: _C.Unit, arguments: dict[str, Any], device: torch.device):
         super().__init__()
         self.unit = unit
         self.arguments = arguments
@@ -53,7 +53,6 @@ class FSDPState(_C.ModuleState):
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
         self.moves_inputs = device.type != "cpu"
-        self.original_call = call
         self.converts = bool(self.input_dtype or self.output_dtype or self.moves_inputs)
 
     def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:

@@ -81,6 +81,24 @@ def test_hybrid_from_groups():
     check_training(sharded(mesh), seeded(mlp), loss_of, (5,), exact=False, steps=2)
 
 
+@on_ranks(4, comm=("shm",))
+def test_a_mesh_for_some_parameters():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    flat = init_device_mesh("cpu", (4,))
+    inner = FSDPMeshInfo(world["inner"], shard_mesh_dim=0)
+    model, reference = seeded(mlp), seeded(mlp)
+    place = lambda p: ShardPlacementResult(Shard(0), inner) if p.ndim == 1 else None  # noqa: E731
+    fully_shard(model, mesh=flat, shard_placement_fn=place)
+    assert model[0]._parameters["weight"].device_mesh == flat
+    assert model[0]._parameters["bias"].device_mesh == world["inner"]
+    loss_of(model, mine(rows(0, 5))).backward()
+    parts = [torch.autograd.grad(loss_of(reference, part), reference[0].bias)[0] for part in rows(0, 5).split(4)]
+    own = parts[:2] if dist.get_rank() < 2 else parts[2:]
+    torch.testing.assert_close(whole(model[0]._parameters["bias"].grad), sum(own) / 2)
+
+
 @on_ranks(2, comm=("shm",))
 def test_shared_memory_takes_over_unless_told_otherwise():
     import os

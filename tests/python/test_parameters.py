@@ -190,6 +190,25 @@ def test_deepcopy_is_a_sharded_copy():
         )
 
 
+@on_ranks(2)
+def test_state_dicts_are_saved_and_copied(folder=""):
+    import os
+
+    model = sharded_mlp()
+    os.makedirs(folder, exist_ok=True)
+    path = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(model.state_dict(), path)
+    loaded = torch.load(path, weights_only=False)
+    copied = copy.deepcopy(model.state_dict())
+    for name, parameter in model.named_parameters():
+        for state in (loaded, copied):
+            assert torch.equal(state[name].to_local(), parameter.to_local())
+            assert state[name].placements == parameter.placements
+    with torch.no_grad():
+        next(model.parameters()).zero_()
+    assert copied["0.weight"].to_local().abs().sum() > 0 or copied["0.weight"].to_local().numel() == 0
+
+
 @on_ranks(1, comm=("shm",))
 def test_pickling_is_refused():
     with pytest.raises(TypeError, match="cannot be pickled.*state_dict"):
