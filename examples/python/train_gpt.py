@@ -92,7 +92,7 @@ class GPT(nn.Module):
 
 
 class AdamW(torch.optim.Optimizer):
-    """Rounds as LibTorch's AdamW does. PyTorch's own, in all its kinds, works as well."""
+    """With the kernel of the C++ trainer, so that every bit agrees. PyTorch's own optimizers work as well."""
 
     def __init__(self, params, lr: float, betas: tuple[float, float], weight_decay: float, eps: float = 1e-8):
         super().__init__(params, dict(lr=lr, betas=betas, weight_decay=weight_decay, eps=eps))
@@ -100,21 +100,28 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, group)
+            params = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in params:
+                state = self.state[parameter]
+                if not state:
+                    state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
+                state["step"] += 1
+            self.update(params, group)
 
-    def update(self, parameter: torch.Tensor, group: dict) -> None:
-        state, (beta1, beta2) = self.state[parameter], group["betas"]
-        if not state:
-            state.update(step=0, mean=torch.zeros_like(parameter), square=torch.zeros_like(parameter))
-        state["step"] += 1
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        state["mean"].mul_(beta1).add_(parameter.grad, alpha=1 - beta1)
-        state["square"].mul_(beta2).addcmul_(parameter.grad, parameter.grad, value=1 - beta2)
-        correction = math.sqrt(1 - beta2 ** state["step"])
-        denominator = (state["square"].sqrt() / correction).add_(group["eps"])
-        parameter.addcdiv_(state["mean"], denominator, value=-group["lr"] / (1 - beta1 ** state["step"]))
+    def update(self, params: list[torch.Tensor], group: dict) -> None:
+        states = [self.state[parameter] for parameter in params]
+        torch.ops.fsdp.fused_adamw_(
+            [parameter.to_local() for parameter in params],
+            [parameter.grad.to_local() for parameter in params],
+            [state["mean"].to_local() for state in states],
+            [state["square"].to_local() for state in states],
+            [],
+            [state["step"] for state in states],
+            group["lr"],
+            *group["betas"],
+            group["weight_decay"],
+            group["eps"],
+        )
 
 
 def scatter(x: int) -> int:

@@ -1,0 +1,53 @@
+"""The examples run, and give what they say."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "python"
+
+
+def torchrun(ranks, script, *arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    result = subprocess.run(
+        [*command, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_one_line_switches_from_pytorch(tmp_path):
+    ours = EXAMPLES / "switch_from_pytorch.py"
+    theirs = tmp_path / "before.py"
+    line = "\nfrom libfsdp import fully_shard\n"
+    assert line in ours.read_text()
+    theirs.write_text(ours.read_text().replace(line, "\nfrom torch.distributed.fsdp import fully_shard\n"))
+    losses = [re.findall(r"step \d+: loss [\d.]+", torchrun(2, script)) for script in (ours, theirs)]
+    assert len(losses[0]) == 4 and losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_trainer_gives_the_losses_of_the_cpp_trainer(ranks, tmp_path):
+    trainer = pathlib.Path(os.environ.get("FSDP_BIN", "")) / "train_gpt"
+    if not os.environ.get("FSDP_BIN") or not trainer.exists():
+        pytest.skip("the C++ examples are not built (FSDP_BIN)")
+    text = tmp_path / "text"
+    text.write_bytes(b"".join(sorted(path.read_bytes() for path in ROOT.glob("docs/*.md"))))
+    sizes = ["--data", text, "--steps", 12, "--width", 64, "--layers", 2, "--heads", 4, "--seq", 64, "--warmup", 4]
+    subprocess.run(
+        [ROOT / "scripts" / "launch", "--ranks", str(ranks), trainer, *map(str, sizes), "--out", tmp_path / "out",
+         "--sample", "0"],
+        check=True, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
+    expected = [line["loss"] for line in lines if line["event"] == "step"]
+    torchrun(ranks, EXAMPLES / "train_gpt.py", *sizes, "--json", tmp_path / "losses.json")
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert len(losses) == 12 and losses == expected
