@@ -76,7 +76,7 @@ function(fsdp_test name)
   target_link_libraries(${name} PRIVATE fsdp_options GTest::gtest_main)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   # The layers below engine are tested without torch/torch.h, which costs more than all else even when precompiled.
-  if(folder MATCHES "engine|nn|optim")
+  if(folder MATCHES "engine|nn|optim|streams")
     fsdp_precompile(${name} program <torch/torch.h>)
   endif()
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
