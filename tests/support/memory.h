@@ -3,21 +3,23 @@
 #include <fstream>
 #include <string>
 
-#include <gtest/gtest.h>
-
 namespace fsdp::testing {
 
-/// This process's share of memory in MiB: pages that several processes map are divided among them.
-inline double proportional_mebibytes() {
-  std::ifstream file("/proc/self/smaps_rollup");
+/// This process's share in MiB of the mappings whose name contains `name`: pages that several processes map are divided
+/// among them. Of all mappings, with an empty name.
+inline double proportional_mebibytes(const std::string& name = "") {
+  std::ifstream file("/proc/self/smaps");
   std::string line;
+  bool counts = false;
+  double kibibytes = 0;
   while (std::getline(file, line)) {
-    if (line.rfind("Pss:", 0) == 0) {
-      return std::stod(line.substr(4)) / 1024;
+    if (line.find('-') < line.find(' ')) { // the head of a mapping: its addresses
+      counts = line.find(name) != std::string::npos;
+    } else if (counts && line.rfind("Pss:", 0) == 0) {
+      kibibytes += std::stod(line.substr(4));
     }
   }
-  ADD_FAILURE() << "no Pss in smaps_rollup";
-  return 0;
+  return kibibytes / 1024;
 }
 
 } // namespace fsdp::testing
