@@ -49,7 +49,7 @@ std::string key(const std::string& what, int rank) {
                    " expected to reach the rendezvous at ",
                    place,
                    " within ",
-                   in_seconds(std::min(timeout, timeout_)),
+                   in_seconds(timeout),
                    " s: ",
                    text_of(error),
                    "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
