@@ -242,7 +242,7 @@ TEST(OnStreams, WritesComeAfterAGatherThatNobodyWaitedFor) {
 /// Otherwise it could not run ahead of the device. (In the first steps the order check makes it wait.)
 TEST(OnStreams, TheHostDoesNotWaitInAStep) {
   auto& detector = queued_device::detector();
-  const ScopedEnvironment environment({{"FSDP_CHECK_ORDER", "0"}});
+  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", "0"}});
   on_devices({2}, [&](const Mesh& mesh) {
     Subject subject = make_seeded(tied());
     for (auto& part : subject.parts) {
