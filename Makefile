@@ -29,7 +29,7 @@ train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--h
 test: build ## all tests
 	@scripts/test.sh release
 
-bench: build ## measure against PyTorch, in the same run
+bench: setup ## measure the collectives beside memcpy, over shared memory and Gloo
 	@bench/run
 
 asan: setup ## all tests with the address and undefined-behaviour sanitizers, in build-asan/

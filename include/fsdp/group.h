@@ -50,7 +50,8 @@ class FSDP_API Work {
   virtual void wait() = 0;
 };
 
-/// Every rank's slices of the pieces of a home, made visible. Destroying it gives the memory back.
+/// Every rank's slices of the pieces of a home, made visible. Destroying it gives the memory back, for use after what
+/// the then current stream has queued.
 class FSDP_API Gathered {
  public:
   virtual ~Gathered();

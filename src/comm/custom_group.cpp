@@ -6,6 +6,8 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include "base/stream.h"
+
 namespace fsdp {
 
 namespace {
@@ -51,11 +53,17 @@ class Decorated : public Group {
   Collective collective_;
 };
 
-/// Whole pieces in memory of this rank.
+/// Whole pieces in memory of this rank, which belongs to the stream that is current at the gather.
 class CopiedOut final : public Gathered {
  public:
-  explicit CopiedOut(std::vector<at::Tensor> pieces) : pieces_(std::move(pieces)) {}
-  void wait() override {}
+  CopiedOut(std::vector<at::Tensor> pieces, c10::Device device)
+      : pieces_(std::move(pieces)), stream_(current_stream(device)) {}
+  ~CopiedOut() override {
+    wait_stream(stream_, current_stream(stream_.device()));
+  }
+  void wait() override {
+    wait_stream(current_stream(stream_.device()), stream_);
+  }
   void* piece(size_t index) const override {
     return pieces_[index].data_ptr();
   }
@@ -69,6 +77,7 @@ class CopiedOut final : public Gathered {
 
  private:
   std::vector<at::Tensor> pieces_;
+  Stream stream_;
 };
 
 /// Slices in memory of this rank, padded so that every rank sends the same.
@@ -95,7 +104,7 @@ class FlatHome final : public Home {
     for (const auto dtype : dtypes()) {
       gather(dtype, wholes);
     }
-    return std::make_unique<CopiedOut>(std::move(wholes));
+    return std::make_unique<CopiedOut>(std::move(wholes), options_.device);
   }
 
  private:
@@ -156,12 +165,19 @@ class OtherAllGather final : public Decorated {
   }
 };
 
-class Finished final : public Work {
+/// All of it is queued on one stream, or done.
+class Queued final : public Work {
  public:
+  explicit Queued(c10::Device device) : stream_(current_stream(device)) {}
   bool done() override {
     return true;
   }
-  void wait() override {}
+  void wait() override {
+    wait_stream(current_stream(stream_.device()), stream_);
+  }
+
+ private:
+  Stream stream_;
 };
 
 class OtherReduceScatter final : public Decorated {
@@ -172,8 +188,9 @@ class OtherReduceScatter final : public Decorated {
     for (int64_t chunk : args.chunks) {
       numel += chunk;
     }
+    const c10::Device device = args.wholes[0].device();
     if (numel == 0) {
-      return std::make_unique<Finished>();
+      return std::make_unique<Queued>(device);
     }
     const auto options = args.wholes[0].options();
     auto input = at::zeros({size(), numel}, options);
@@ -197,7 +214,7 @@ class OtherReduceScatter final : public Decorated {
       args.slices[i].copy_(output.narrow(0, offset, args.slices[i].numel()));
       offset += args.chunks[i];
     }
-    return std::make_unique<Finished>();
+    return std::make_unique<Queued>(device);
   }
 };
 

@@ -26,7 +26,7 @@ namespace {
 using std::chrono::milliseconds;
 
 // How long the rank that serves the rendezvous waits for the others to leave: they are about to, or they are dead.
-constexpr milliseconds kLeaveLimit{5000};
+constexpr milliseconds kLeaveLimit{2000};
 
 /// What `init` has to remember until `shutdown`, beside the world.
 struct Joined {

@@ -1,5 +1,6 @@
 #include "comm/rendezvous.h"
 
+#include <algorithm>
 #include <exception>
 #include <map>
 #include <utility>
@@ -13,6 +14,8 @@
 
 namespace fsdp {
 namespace {
+
+constexpr std::chrono::milliseconds kServersGrace{1000};
 
 using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
@@ -94,6 +97,12 @@ Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
 
 Rendezvous::~Rendezvous() = default;
 
+// Who serves the others gives up last, or they would only see that it is gone.
+std::chrono::milliseconds Rendezvous::limit() const {
+  const bool serves = launch_.rank == 0 && !launch_.agent_store;
+  return serves ? timeout_ + kServersGrace : timeout_;
+}
+
 void Rendezvous::arrive() {
   const int64_t count = store_->add(key("arrived", launch_.rank), 1);
   FSDP_CHECK(
@@ -107,7 +116,7 @@ void Rendezvous::arrive() {
       ":",
       launch_.port,
       "; give every process a rank of its own, and every job a MASTER_PORT of its own");
-  wait_for("arrived", timeout_);
+  wait_for("arrived", limit());
 }
 
 std::vector<int> Rendezvous::missing(const std::string& what) {
@@ -141,7 +150,7 @@ void Rendezvous::wait_for(const std::string& what, std::chrono::milliseconds tim
         " not ",
         what,
         " after ",
-        in_seconds(timeout),
+        in_seconds(std::min(timeout, timeout_)),
         " s");
   } catch (const std::exception&) {
     // The store itself is gone; what it said first is all there is.
@@ -157,13 +166,13 @@ void Rendezvous::wait_for(const std::string& what, std::chrono::milliseconds tim
       launch_.port,
       ": ",
       reason,
-      "; see whether all of them were started and what they printed"));
+      "; see whether all of them were started and what they printed, rank 0 first, which serves the others"));
 }
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
   const std::string round = c10::str("exchange/", exchanges_++);
   store_->set(key(round, launch_.rank), mine);
-  wait_for(round, timeout_);
+  wait_for(round, limit());
   std::vector<std::string> all;
   for (int rank = 0; rank < launch_.size; ++rank) {
     all.push_back(rank == launch_.rank ? mine : store_->get_to_str(key(round, rank)));

@@ -32,6 +32,7 @@ class Rendezvous {
 
  private:
   void arrive();
+  std::chrono::milliseconds limit() const;
   void wait_for(const std::string& what, std::chrono::milliseconds timeout);
   std::vector<int> missing(const std::string& what);
 

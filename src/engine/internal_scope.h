@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -11,14 +13,31 @@ namespace fsdp::engine {
 /// The engine's own operators: not recorded (and no views of anything, to autograd), not cast, and no touches.
 class InternalScope {
  public:
-  InternalScope() : no_touch_(keys()) {}
+  InternalScope() : no_touch_(keys()) {
+    outermost() = outermost() != nullptr ? outermost() : this;
+  }
+  ~InternalScope() {
+    if (outermost() == this) {
+      outermost() = nullptr;
+    }
+  }
+  InternalScope(const InternalScope&) = delete;
+  InternalScope& operator=(const InternalScope&) = delete;
+
+ private:
+  friend class UserScope;
 
   static c10::DispatchKeySet keys() {
     return c10::DispatchKeySet({kKey, kInnerKey}) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
            c10::autocast_dispatch_keyset;
   }
+  // Of this thread's calls into the engine, the one that the user's code made.
+  static const InternalScope*& outermost() {
+    static thread_local const InternalScope* scope = nullptr;
+    return scope;
+  }
 
- private:
+  c10::impl::LocalDispatchKeySet callers_ = c10::impl::tls_local_dispatch_key_set(); // taken before the guards below
   c10::AutoGradMode grad_mode_{false};
   c10::impl::ExcludeDispatchKeyGuard no_touch_;
 };
@@ -26,12 +45,17 @@ class InternalScope {
 /// The user's code, called from within the engine: its operators are seen like any others.
 class UserScope {
  public:
-  UserScope() : restored_(c10::impl::tls_local_dispatch_key_set().included_, without_internal()) {}
+  UserScope()
+      : engine_(std::exchange(InternalScope::outermost(), nullptr)),
+        restored_(engine_ != nullptr ? engine_->callers_ : c10::impl::tls_local_dispatch_key_set()) {}
+  ~UserScope() {
+    InternalScope::outermost() = engine_;
+  }
+  UserScope(const UserScope&) = delete;
+  UserScope& operator=(const UserScope&) = delete;
 
  private:
-  static c10::DispatchKeySet without_internal() {
-    return c10::impl::tls_local_dispatch_key_set().excluded_ - InternalScope::keys();
-  }
+  const InternalScope* engine_;
   c10::impl::ForceDispatchKeyGuard restored_;
 };
 

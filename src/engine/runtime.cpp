@@ -270,9 +270,8 @@ void Runtime::use_streams_of(const Runtime& other) {
 }
 
 void Runtime::order_gather() {
-  last_release_.block(gather_stream_);
   if (!std::exchange(shards_changed_, false)) {
-    return;
+    return; // the stream waited then
   }
   if (post_optim_event_) {
     post_optim_event_->block(gather_stream_);
@@ -280,10 +279,6 @@ void Runtime::order_gather() {
   } else {
     wait_stream(gather_stream_, current_stream(device_));
   }
-}
-
-void Runtime::order_release() {
-  last_release_.record(current_stream(device_));
 }
 
 void Runtime::order_reduce() {

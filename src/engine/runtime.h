@@ -85,14 +85,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     return reduce_stream_;
   }
   void use_streams_of(const Runtime& other);
-  /// Before a gather starts on the gather stream: it waits for what last used its memory and, once, for the optimizer.
+  /// Before a gather starts on the gather stream: it waits for those who wrote shards.
   void order_gather();
   /// Shards are about to be written.
   void shards_change() {
     shards_changed_ = true;
   }
-  /// Memory of gathered parameters is about to be freed: the next gather waits for the work that read it.
-  void order_release();
   /// Before a reduction starts on the reduce stream: it waits for backward so far.
   void order_reduce();
   void set_post_optim_event(std::shared_ptr<c10::Event> event) {
@@ -127,8 +125,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   c10::Device device_;
   Stream gather_stream_;
   Stream reduce_stream_;
-  fsdp::Event
-      last_release_; // protects freed parameter memory, which belongs to the gather stream, from the next gather
   std::shared_ptr<c10::Event>
       post_optim_event_; // protects shards from being gathered before the optimizer has written them
 

@@ -181,10 +181,10 @@ void Unit::reshard(bool after_forward) {
   }
   wait();
   state_ = UnitState::kSharded;
-  runtime_->order_release();
   for (auto& bucket : buckets_) {
     in_place_readers::leave(*bucket->gather_group, *this);
     if (bucket->is_private()) {
+      runtime_->shards_change();
       bucket->write_back(*this);
       bucket->release();
     } else if (after_forward && policy.reshard_to) {

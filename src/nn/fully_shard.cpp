@@ -34,6 +34,13 @@ void check_device(c10::Device device) {
       device,
       "', which this LibTorch has no support for: build the mesh on \"cpu\" or on a device ",
       "that torch::Device can use here");
+  FSDP_CHECK(
+      device.type() != c10::kPrivateUse1,
+      "[fully_shard] the mesh is on '",
+      device,
+      "', a device that joins LibTorch from outside (PrivateUse1): at::Tensor::set_data does not take tensors of it, "
+      "so ",
+      "its parameters cannot be sharded in place");
 }
 
 void check_mesh(const Mesh& mesh) {

@@ -29,20 +29,22 @@ const engine::Param& param_behind(const at::Tensor& shard) {
   return *param;
 }
 
-// Every rank's `local` (this rank's slice of a parameter, or of its gradient) put together.
+// Every rank's `local` (this rank's slice of a parameter, or of its gradient) put together, where `local` is: what is
+// offloaded travels over the device, which is what the group serves.
 at::Tensor put_together(const engine::Param& param, const at::Tensor& local, const char* operation) {
   engine::InternalScope scope;
   const auto& layout = param.layout();
   auto mine = local.numel() == 0 ? local : at::as_strided(local, {local.numel()}, {1}, local.storage_offset());
+  const auto on_device = local.options().device(param.unit().device()).requires_grad(false);
   Group& group = param.bucket().shard_group();
   const Label label{operation, param.name()};
   auto home = group.make_home(
-      {Piece{layout.numel(), layout.chunk(), local.scalar_type(), local.scalar_type()}}, {local.device()}, label);
+      {Piece{layout.numel(), layout.chunk(), local.scalar_type(), local.scalar_type()}}, {on_device.device()}, label);
   home->begin_write(label);
-  at::from_blob(home->slice(0), {mine.numel()}, local.options().requires_grad(false)).copy_(mine.view(-1));
+  at::from_blob(home->slice(0), {mine.numel()}, on_device).copy_(mine.view(-1));
   auto gathered = home->gather(label);
   gathered->wait();
-  auto slices = param.flat_view_of_whole(gathered->piece(0), local.scalar_type(), local.device());
+  auto slices = param.flat_view_of_whole(gathered->piece(0), local.scalar_type(), on_device.device());
   auto whole = at::empty_strided(layout.sizes(), layout.strides(), slices.options());
   if (layout.in_place()) {
     at::as_strided(whole, {layout.numel()}, {1}).copy_(slices);
@@ -50,7 +52,7 @@ at::Tensor put_together(const engine::Param& param, const at::Tensor& local, con
     layout.unpack(slices, whole);
   }
   group.barrier(label); // nobody reads this rank's slice any more
-  return whole;
+  return whole.to(local.device());
 }
 
 std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot>& slots) {

@@ -218,6 +218,18 @@ TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
   });
 }
 
+TEST(C10dForeign, TheFirstCollectivesAreCheckedWithoutBeingAsked) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto group = Group::from(make_process_group(rendezvous, launch, kAsItIs));
+    const std::string message = comm_error([&] { group->barrier({"unshard", launch.rank == 0 ? "a" : "b"}); });
+    EXPECT_TRUE(mentions(message, "unshard of 'a'"));
+    EXPECT_TRUE(mentions(message, "unshard of 'b'"));
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 TEST(C10dForeign, NullIsAnError) {
   EXPECT_TRUE(contains(error_message([] { Group::from(c10::intrusive_ptr<c10d::ProcessGroup>()); }), "got null"));
 }

@@ -4,24 +4,10 @@
 
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
+#include "support/memory.h"
 
 namespace fsdp::testing {
 namespace {
-
-constexpr double kMebibyte = 1 << 20;
-
-// This process's share of memory: pages that several map are divided among them.
-double proportional_mebibytes() {
-  std::ifstream file("/proc/self/smaps_rollup");
-  std::string line;
-  while (std::getline(file, line)) {
-    if (line.rfind("Pss:", 0) == 0) {
-      return std::stod(line.substr(4)) * 1024 / kMebibyte;
-    }
-  }
-  ADD_FAILURE() << "no Pss in smaps_rollup";
-  return 0;
-}
 
 // Of all ranks. Nobody goes on before all have looked.
 double sum_of_ranks(Group& group, double mine) {

@@ -87,6 +87,8 @@ TEST_P(FsdpModule, AllReduceHookSeesTheReducedGradients) {
   std::atomic<int> calls{0};
   train_with([&](Subject&, FSDPModule& root) {
     root.set_all_reduce_hook([&](at::Tensor& slice) {
+      const at::Tensor matrix = torch::ones({2, 2});
+      EXPECT_EQ(torch::mm(matrix, matrix).scalar_type(), torch::kFloat) << "autocast, which is off, took place";
       ++calls;
       slice.mul_(2).div_(2);
     });

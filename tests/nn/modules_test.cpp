@@ -20,11 +20,12 @@ Subject subject_of(std::shared_ptr<nn::Module> module, Loss loss, std::vector<st
   return {std::move(module), std::move(loss), std::move(parts)};
 }
 
-TEST_P(Modules, ConvolutionsWithBatchNorm) {
+TEST_P(Modules, ConvolutionsWithNorms) {
   train([] {
     nn::Sequential model(
         nn::Conv2d(nn::Conv2dOptions(3, 5, 3).padding(1)),
         nn::GroupNorm(nn::GroupNormOptions(5, 5)),
+        nn::BatchNorm2d(5),
         nn::ReLU(),
         nn::ConvTranspose2d(nn::ConvTranspose2dOptions(5, 2, 2)),
         nn::Flatten(),
@@ -35,7 +36,26 @@ TEST_P(Modules, ConvolutionsWithBatchNorm) {
         [model](int rank, int step) mutable {
           return model->forward(subjects::data(rank, step, {2, 3, 6, 6})).pow(2).mean();
         },
-        {model[0], model[5]});
+        {model[0], model[2], model[6]});
+  });
+}
+
+// Buffers are not sharded: each rank has the statistics of its own batches, as in an unsharded model that sees these.
+TEST_P(Modules, BatchNormKeepsStatisticsOfItsRank) {
+  on_threads(GetParam(), [] {
+    nn::BatchNorm1d sharded_norm(6), plain(6);
+    fully_shard(*sharded_norm);
+    for (int step = 0; step < 3; ++step) {
+      const auto batch = subjects::data(rank(), step, {4, 6});
+      EXPECT_TRUE(torch::equal(sharded_norm(batch), plain(batch)));
+    }
+    EXPECT_TRUE(torch::equal(sharded_norm->running_mean, plain->running_mean));
+    EXPECT_TRUE(torch::equal(sharded_norm->running_var, plain->running_var));
+    EXPECT_EQ(sharded_norm->num_batches_tracked.item<int64_t>(), 3);
+    sharded_norm->eval();
+    plain->eval();
+    const auto batch = subjects::data(rank(), 3, {4, 6});
+    EXPECT_TRUE(torch::equal(sharded_norm(batch), plain(batch)));
   });
 }
 

@@ -26,6 +26,9 @@ struct Subject {
 };
 using MakeSubject = std::function<Subject()>;
 
+/// Where a rank's inputs go.
+inline thread_local c10::Device device_of_inputs = c10::kCPU;
+
 enum class Accumulate {
   kNone, ///< one backward a step
   kNoSync, ///< three, of which the last synchronizes
@@ -143,6 +146,7 @@ inline std::vector<at::Tensor> step_gradients(
 
 inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangement) {
   Subject subject = make_seeded(trial);
+  subject.module->to(device_of_inputs);
   std::vector<at::Tensor> masters; // what the optimizer sees; the model computes with them, rounded to param_dtype
   std::vector<std::string> names;
   for (auto& item : subject.module->named_parameters()) {
@@ -172,17 +176,19 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
     }
   }
   for (size_t i = 0; i < masters.size(); ++i) {
-    reference.parameters[names[i]] = masters[i].detach();
-    reference.gradients[names[i]] = masters[i].grad();
+    const auto& gradient = masters[i].grad();
+    reference.parameters[names[i]] = masters[i].detach().cpu();
+    reference.gradients[names[i]] = gradient.defined() ? gradient.cpu() : gradient;
   }
   return reference;
 }
 
-inline void expect_same(const at::Tensor& got, const at::Tensor& wanted, const Trial& trial, const std::string& what) {
+inline void expect_same(at::Tensor got, const at::Tensor& wanted, const Trial& trial, const std::string& what) {
   ASSERT_EQ(got.defined(), wanted.defined()) << what;
   if (!wanted.defined()) {
     return;
   }
+  got = got.cpu();
   ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
   if (trial.relative_bound == 0) {
     EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
@@ -191,6 +197,20 @@ inline void expect_same(const at::Tensor& got, const at::Tensor& wanted, const T
         torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), trial.relative_bound, trial.absolute_bound))
         << what << " differs by " << (got - wanted).abs().max().item<double>() << " where the largest value is "
         << wanted.abs().max().item<double>();
+  }
+}
+
+/// The calling rank's, of all steps.
+inline void expect_losses(const std::vector<at::Tensor>& losses, const Reference& reference, const Trial& trial) {
+  const int backwards = backwards_of(trial.accumulate);
+  for (int i = 0; i < static_cast<int>(losses.size()); ++i) {
+    const int step = i / backwards, micro = i % backwards;
+    const float got = losses[i].item<float>(), wanted = reference.losses[step][rank() * backwards + micro];
+    if (trial.relative_bound == 0) {
+      ASSERT_EQ(got, wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
+    } else {
+      ASSERT_NEAR(got, wanted, std::abs(wanted) * trial.relative_bound + trial.absolute_bound);
+    }
   }
 }
 
@@ -209,6 +229,7 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   }
   torch::optim::AdamW optimizer(parameters(*subject.module), torch::optim::AdamWOptions(1e-2));
   const int backwards = backwards_of(trial.accumulate);
+  std::vector<at::Tensor> losses; // looked at later: a look would make the host wait for a device
   for (int step = 0; step < trial.steps; ++step) {
     if (trial.before_step) {
       trial.before_step(subject, root, step);
@@ -223,16 +244,11 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
       }
       auto loss = subject.loss(rank(), step * backwards + micro);
       loss.backward();
-      const float wanted = reference.losses[step][rank() * backwards + micro];
-      if (trial.relative_bound == 0) {
-        ASSERT_EQ(loss.item<float>(), wanted)
-            << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
-      } else {
-        ASSERT_NEAR(loss.item<float>(), wanted, std::abs(wanted) * trial.relative_bound + trial.absolute_bound);
-      }
+      losses.push_back(loss.detach());
     }
     optimizer.step();
   }
+  expect_losses(losses, reference, trial);
   std::map<std::string, at::Tensor> shards;
   for (const auto& [name, shard] : named_parameters(*subject.module)) {
     ASSERT_TRUE(is_sharded(shard)) << name;

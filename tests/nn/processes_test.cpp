@@ -1,12 +1,16 @@
 // Ranks as processes: the same numbers over every backend, and errors instead of hangs when a rank is lost.
 
 #include <csignal>
+#include <filesystem>
+#include <set>
 
+#include <malloc.h>
 #include <sys/types.h>
 #include <unistd.h>
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/memory.h"
 
 namespace fsdp::testing {
 namespace {
@@ -44,59 +48,165 @@ TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Processes, ::testing::Values(1, 2, 3, 4));
 
-enum class Moment { kForward, kBackward, kOptimizer };
+enum class Moment { kRendezvous, kSharding, kForward, kBackward, kReduce, kOptimizer };
 
-class LostRank : public ::testing::TestWithParam<Moment> {};
+struct Loss {
+  const char* backend;
+  Moment moment;
+  int signal;
+};
+
+/// Sends the signal to the rank that is to be lost, when its moment has come.
+class Victim {
+ public:
+  explicit Victim(const Loss& loss) : loss_(loss) {}
+
+  void at(Moment moment) const {
+    if (process_rank() == 1 && moment == loss_.moment) {
+      kill(getpid(), loss_.signal);
+    }
+  }
+
+ private:
+  Loss loss_;
+};
+
+void train_until_lost(const Loss& loss) {
+  const Victim victim(loss);
+  // What has died is noticed at once; what is stopped, or has not come yet, by the timeout.
+  const bool by_timeout = loss.signal == SIGSTOP || loss.moment == Moment::kRendezvous;
+  victim.at(Moment::kRendezvous);
+  init({.backend = loss.backend, .device = "cpu", .timeout = std::chrono::seconds(by_timeout ? 4 : 60)});
+  auto subject = make_seeded({.make = [] { return subjects::tied(); }});
+  for (auto& part : subject.parts) {
+    fully_shard(*part);
+    victim.at(Moment::kSharding);
+  }
+  auto root = fully_shard(*subject.module);
+  torch::optim::AdamW optimizer(parameters(*subject.module));
+  for (int step = 0; step < 50; ++step) {
+    const bool now = step == 3;
+    if (now) {
+      root.set_all_reduce_hook([victim](at::Tensor&) { victim.at(Moment::kReduce); });
+      victim.at(Moment::kForward);
+    }
+    auto value = subject.loss(process_rank(), step);
+    if (now) {
+      value.register_hook([victim](at::Tensor) -> at::Tensor {
+        victim.at(Moment::kBackward);
+        return {};
+      });
+    }
+    value.backward();
+    if (now) {
+      victim.at(Moment::kOptimizer);
+    }
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+/// Names in the system's folder for shared memory that could be ours.
+std::set<std::string> shared_files() {
+  std::set<std::string> files;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().string();
+    if (name.find("fsdp") != std::string::npos) {
+      files.insert(name);
+    }
+  }
+  return files;
+}
+
+class LostRank : public ::testing::TestWithParam<Loss> {};
 
 // The others end within seconds, with an error that names who is missing and where.
 TEST_P(LostRank, EndsTheOthersWithAnError) {
-  const Moment moment = GetParam();
+  const Loss loss = GetParam();
+  const auto files = shared_files();
+  const auto body = [&] {
+    const auto begun = std::chrono::steady_clock::now();
+    std::string message;
+    try {
+      train_until_lost(loss);
+    } catch (const Error& error) {
+      message = error.what();
+    }
+    const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+    EXPECT_LT(seconds, 10);
+    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+    EXPECT_NE(message.find('['), std::string::npos) << "no operation: " << message;
+    if (loss.moment != Moment::kRendezvous) {
+      EXPECT_NE(message.find("unit '"), std::string::npos) << message;
+    }
+  };
   ProcessOptions process_options;
   process_options.lost = {1};
-  on_processes(
-      3,
-      [&] {
-        init({.backend = "shm", .device = "cpu", .timeout = std::chrono::seconds(60)});
-        auto subject = make_seeded({.make = [] { return subjects::tied(); }});
-        for (auto& part : subject.parts) {
-          fully_shard(*part);
-        }
-        fully_shard(*subject.module);
-        torch::optim::AdamW optimizer(parameters(*subject.module));
-        const auto begun = std::chrono::steady_clock::now();
-        std::string message;
-        try {
-          for (int step = 0; step < 50; ++step) {
-            const bool now = step == 3 && process_rank() == 1;
-            if (now && moment == Moment::kForward) {
-              kill(getpid(), SIGKILL);
-            }
-            auto loss = subject.loss(process_rank(), step);
-            if (now && moment == Moment::kBackward) {
-              loss.register_hook([](at::Tensor) -> at::Tensor {
-                kill(getpid(), SIGKILL);
-                return {};
-              });
-            }
-            loss.backward();
-            if (now && moment == Moment::kOptimizer) {
-              kill(getpid(), SIGKILL);
-            }
-            optimizer.step();
-            optimizer.zero_grad();
-          }
-        } catch (const CommError& error) {
-          message = error.what();
-        }
-        const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
-        EXPECT_LT(seconds, 10);
-        EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
-        EXPECT_NE(message.find("unit '"), std::string::npos) << message;
-      },
-      process_options);
+  on_processes(3, body, process_options);
+  EXPECT_EQ(shared_files(), files);
 }
 
-INSTANTIATE_TEST_SUITE_P(Moments, LostRank, ::testing::Values(Moment::kForward, Moment::kBackward, Moment::kOptimizer));
+std::vector<Loss> losses(int signal, const std::vector<Moment>& moments) {
+  std::vector<Loss> all;
+  for (const char* backend : {"shm", "gloo"}) {
+    for (const auto moment : moments) {
+      all.push_back({backend, moment, signal});
+    }
+  }
+  return all;
+}
+
+const std::vector<Moment> kMoments = {
+    Moment::kRendezvous, Moment::kSharding, Moment::kForward, Moment::kBackward, Moment::kReduce, Moment::kOptimizer};
+
+std::string name_of_loss(const ::testing::TestParamInfo<Loss>& info) {
+  static const char* names[] = {"Rendezvous", "Sharding", "Forward", "Backward", "Reduce", "Optimizer"};
+  return std::string(info.param.backend) + names[static_cast<int>(info.param.moment)];
+}
+
+INSTANTIATE_TEST_SUITE_P(Killed, LostRank, ::testing::ValuesIn(losses(SIGKILL, kMoments)), name_of_loss);
+INSTANTIATE_TEST_SUITE_P(
+    Stopped, LostRank, ::testing::ValuesIn(losses(SIGSTOP, {Moment::kForward, Moment::kReduce})), name_of_loss);
+
+// Of all ranks. Nobody goes on before all have looked.
+double memory_of_ranks(const std::string& mapping = "") {
+  malloc_trim(0);
+  barrier();
+  const at::Tensor sum = torch::full({1}, proportional_mebibytes(mapping), torch::kDouble);
+  default_mesh().group()->all_reduce(sum, ReduceOp::kSum, 1, {"sum memory", ""})->wait();
+  return sum.item<double>();
+}
+
+nn::Sequential sharded_layers(int count, int64_t width) {
+  nn::Sequential model;
+  for (int i = 0; i < count; ++i) {
+    model->push_back(nn::Linear(nn::LinearOptions(width, width).bias(false)));
+    fully_shard(*model[i]);
+  }
+  fully_shard(*model);
+  return model;
+}
+
+TEST(MemoryOfProcesses, ParametersAreThereOnceAndAllGoesWithTheModel) {
+  on_processes(3, [] {
+    init({.backend = "shm", .device = "cpu"});
+    const auto input = torch::ones({2, 2048});
+    sharded_layers(2, 2048)->forward(input).sum().backward(); // what is allocated once
+    const double start = memory_of_ranks();
+    {
+      auto model = sharded_layers(4, 2048);
+      {
+        c10::NoGradGuard no_grad;
+        model->forward(input);
+      }
+      EXPECT_NEAR(memory_of_ranks("memfd:fsdp-home"), 64, 0.5) << "the parameters, though each rank has read all";
+      model->forward(input).sum().backward();
+      EXPECT_GT(memory_of_ranks() - start, 64 + 60) << "with gradients";
+    }
+    EXPECT_LT(memory_of_ranks() - start, 8);
+    shutdown();
+  });
+}
 
 TEST(Divergence, RanksThatReduceDifferentUnitsGetAnErrorThatNamesBoth) {
   std::mutex mutex;

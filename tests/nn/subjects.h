@@ -9,12 +9,12 @@ namespace fsdp::testing::subjects {
 
 inline at::Tensor data(int rank, int step, std::vector<int64_t> sizes) {
   auto generator = at::detail::createCPUGenerator(1000 + rank * 100 + step);
-  return at::randn(sizes, generator);
+  return at::randn(sizes, generator).to(device_of_inputs, /*non_blocking=*/true);
 }
 
 inline at::Tensor tokens(int rank, int step, std::vector<int64_t> sizes, int64_t vocabulary) {
   auto generator = at::detail::createCPUGenerator(1000 + rank * 100 + step);
-  return at::randint(vocabulary, sizes, generator);
+  return at::randint(vocabulary, sizes, generator).to(device_of_inputs, /*non_blocking=*/true);
 }
 
 /// Sizes that no rank count divides; some ranks get nothing of the last bias.

@@ -26,8 +26,8 @@ using adapter::Collectives;
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
 Channel::Options channel_options(const C10dOptions& options) {
-  return {
-      .timeout = options.timeout, .check_order = options.check_order || env::flag("FSDP_CHECK_ORDER").value_or(false)};
+  const auto check_order = options.check_order ? options.check_order : env::flag("FSDP_CHECK_ORDER");
+  return {.timeout = options.timeout, .check_order = check_order};
 }
 
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {

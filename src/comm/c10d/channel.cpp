@@ -22,6 +22,9 @@ using std::chrono::milliseconds;
 constexpr milliseconds kMostGrace{1000};
 // Longer waits are told to the other ranks, and interrupted when one of them gives up.
 constexpr milliseconds kSlice{1000};
+// Ranks whose programs differ mostly do so from the first step on. A count, which is the same on all ranks, decides:
+// what a rank has learned of its steps is its own.
+constexpr int64_t kCheckedAtFirst = 512;
 
 c10::Device with_index(c10::Device device) {
   return device.is_cpu() ? device : c10::impl::VirtualGuardImpl(device.type()).getDevice();
@@ -143,8 +146,12 @@ void Channel::run(const Label& label, const char* collective, c10::Device device
   this->start(label, collective, device, bytes, start).finish();
 }
 
+bool Channel::checks(const CollectiveId& id) const {
+  return check_order_.value_or(id.number < kCheckedAtFirst);
+}
+
 void Channel::check_order(const CollectiveId& id, int64_t bytes) {
-  if (!check_order_) {
+  if (!checks(id)) {
     return;
   }
   const OrderRecord mine{id.number, id.collective, id.label, bytes};

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include <fsdp/group.h>
@@ -52,7 +53,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
  public:
   struct Options {
     std::chrono::milliseconds timeout;
-    bool check_order = false;
+    std::optional<bool> check_order; ///< unset: at first
   };
 
   Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options);
@@ -100,6 +101,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   friend class Pending;
 
   void throw_if_failed(const CollectiveId& id) const;
+  bool checks(const CollectiveId& id) const;
   void check_order(const CollectiveId& id, int64_t bytes);
   void wait(c10d::Work& work, const CollectiveId& id, c10::Device device);
   void wait_on_host(c10d::Work& work, const CollectiveId& id);
@@ -116,7 +118,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   Collectives collectives_;
   BufferPool pool_;
   NoticeBoard board_;
-  bool check_order_;
+  std::optional<bool> check_order_;
   int64_t started_ = 0; // collectives so far
   std::string failure_; // empty while all is well
 };

@@ -21,8 +21,9 @@ using MakeProcessGroup = std::function<ProcessGroupPtr(StorePtr store, int rank,
 
 struct C10dOptions {
   std::chrono::milliseconds timeout;
-  /// Compare what the ranks are about to do before each collective. FSDP_CHECK_ORDER=1 turns it on as well.
-  bool check_order = false;
+  /// Compare what the ranks are about to do before each collective. Unset: as FSDP_CHECK_ORDER says; without it, for
+  /// the first collectives of the group, which are those of the first steps.
+  std::optional<bool> check_order = std::nullopt;
   /// Makes the groups that `split` returns; without it the backend has to know how to split itself.
   MakeProcessGroup make_process_group = nullptr;
 };

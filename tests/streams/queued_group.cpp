@@ -1,0 +1,200 @@
+#include "streams/queued_group.h"
+
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
+
+#include "streams/queued_device.h"
+
+namespace fsdp::testing {
+
+/// Each rank brings something and sees what the others brought.
+class MeetingPlace {
+ public:
+  explicit MeetingPlace(int ranks) : ranks_(ranks), brought_(ranks) {}
+
+  std::vector<at::Tensor> exchange(int rank, const at::Tensor& mine) {
+    std::unique_lock lock(mutex_);
+    brought_[rank] = mine;
+    arrive(lock);
+    return brought_;
+  }
+
+  /// Returns when all ranks are here.
+  void meet() {
+    std::unique_lock lock(mutex_);
+    arrive(lock);
+  }
+
+ private:
+  void arrive(std::unique_lock<std::mutex>& lock) {
+    const int64_t round = round_;
+    if (++here_ == ranks_) {
+      here_ = 0;
+      ++round_;
+      all_here_.notify_all();
+      return;
+    }
+    const bool met = all_here_.wait_for(lock, std::chrono::seconds(30), [&] { return round_ != round; });
+    TORCH_CHECK(met, "a rank did not come to a collective");
+  }
+
+  std::mutex mutex_;
+  std::condition_variable all_here_;
+  int ranks_;
+  int here_ = 0;
+  int64_t round_ = 0;
+  std::vector<at::Tensor> brought_;
+};
+
+std::shared_ptr<MeetingPlace> make_meeting_place(int ranks) {
+  return std::make_shared<MeetingPlace>(ranks);
+}
+
+namespace {
+
+using WorkPointer = c10::intrusive_ptr<c10d::Work>;
+using Tensors = std::vector<at::Tensor>;
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+class QueuedWork final : public c10d::Work {
+ public:
+  QueuedWork(c10::Device device, Clock end) : device_(device), end_(std::move(end)) {}
+
+  bool isCompleted() override {
+    return queued_device::detector().host_has_waited(device_.index(), end_);
+  }
+  bool wait(std::chrono::milliseconds) override {
+    queued_device::block(current_stream(device_), end_);
+    return true;
+  }
+
+ private:
+  c10::Device device_;
+  Clock end_;
+};
+
+class QueuedProcessGroup final : public c10d::ProcessGroup {
+ public:
+  QueuedProcessGroup(std::shared_ptr<MeetingPlace> place, int rank, int ranks, c10::Device device)
+      : ProcessGroup(c10::make_intrusive<c10d::HashStore>(), rank, ranks),
+        place_(std::move(place)),
+        device_(device),
+        stream_(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_)) {
+    deviceTypes_.insert(device_.type());
+  }
+
+  const std::string getBackendName() const override {
+    return "queued";
+  }
+
+  WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
+    begin();
+    gather(output, input);
+    return end();
+  }
+
+  WorkPointer allgather_into_tensor_coalesced(
+      Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
+    begin();
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      gather(outputs[i], inputs[i]);
+    }
+    return end();
+  }
+
+  WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions&) override {
+    begin();
+    const auto inputs = place_->exchange(getRank(), read(input));
+    std::vector<at::Tensor> mine;
+    for (const auto& each : inputs) {
+      mine.push_back(each.view({getSize(), -1})[getRank()]);
+    }
+    write(output).view({-1}).copy_(sum(mine));
+    place_->meet();
+    return end();
+  }
+
+  WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM);
+    begin();
+    const at::Tensor total = sum(place_->exchange(getRank(), read(tensors[0])));
+    place_->meet();
+    write(tensors[0]).copy_(total);
+    return end();
+  }
+
+  WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    begin();
+    const bool sends = options.rootRank == getRank();
+    const auto all = place_->exchange(getRank(), sends ? read(tensors[0]) : write(tensors[0]));
+    if (!sends) {
+      all[getRank()].copy_(all[options.rootRank]);
+    }
+    place_->meet();
+    return end();
+  }
+
+  WorkPointer barrier(const c10d::BarrierOptions&) override {
+    begin();
+    place_->meet();
+    return end();
+  }
+
+ private:
+  void begin() {
+    queued_device::block(stream_, queued_device::record(current_stream(device_)));
+  }
+
+  WorkPointer end() {
+    return c10::make_intrusive<QueuedWork>(device_, queued_device::record(stream_));
+  }
+
+  at::Tensor read(const at::Tensor& tensor) {
+    queued_device::use(tensor, /*writes=*/false, stream_, "collective");
+    return queued_device::on_host(tensor);
+  }
+
+  at::Tensor write(const at::Tensor& tensor) {
+    queued_device::use(tensor, /*writes=*/true, stream_, "collective");
+    return queued_device::on_host(tensor);
+  }
+
+  void gather(const at::Tensor& output, const at::Tensor& input) {
+    const auto inputs = place_->exchange(getRank(), read(input));
+    auto rows = write(output).view({getSize(), -1}).unbind(0);
+    for (int rank = 0; rank < getSize(); ++rank) {
+      rows[rank].copy_(inputs[rank].view({-1}));
+    }
+    place_->meet();
+  }
+
+  static at::Tensor sum(const std::vector<at::Tensor>& tensors) {
+    at::Tensor total = tensors[0].clone();
+    for (size_t i = 1; i < tensors.size(); ++i) {
+      total.add_(tensors[i]);
+    }
+    return total;
+  }
+
+  std::shared_ptr<MeetingPlace> place_;
+  c10::Device device_;
+  c10::Stream stream_;
+};
+
+} // namespace
+
+c10::intrusive_ptr<c10d::ProcessGroup> queued_process_group(
+    std::shared_ptr<MeetingPlace> place, int rank, int ranks, c10::Device device) {
+  return c10::make_intrusive<QueuedProcessGroup>(std::move(place), rank, ranks, device);
+}
+
+} // namespace fsdp::testing

@@ -1,0 +1,269 @@
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <fsdp/fsdp.h>
+
+#include "base/stream.h"
+#include "nn/parity.h"
+#include "nn/subjects.h"
+#include "streams/queued_device.h"
+#include "streams/queued_group.h"
+#include "support/scoped_environment.h"
+
+/// Training on a device whose memory and streams are watched: every use of memory is ordered after the uses before it,
+/// and the numbers are those of unsharded training on the same device.
+namespace fsdp::testing {
+namespace {
+
+using Races = std::vector<std::string>;
+
+/// Ranks as threads, each with a device of its own.
+struct Devices {
+  explicit Devices(const Arrangement& arrangement) : arrangement(arrangement) {
+    for (int i = 0; i < arrangement.replicas; ++i) {
+      shards.push_back(make_meeting_place(arrangement.shards));
+    }
+    for (int i = 0; i < arrangement.shards; ++i) {
+      replicas.push_back(make_meeting_place(arrangement.replicas));
+    }
+  }
+
+  /// On the calling rank.
+  Mesh mesh() const {
+    const c10::Device device = queued_device::device(rank());
+    c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+    const int shard = rank() % arrangement.shards, replica = rank() / arrangement.shards;
+    auto inner = Group::from(queued_process_group(shards[replica], shard, arrangement.shards, device));
+    if (arrangement.replicas == 1) {
+      return Mesh::from_group(inner, "shard");
+    }
+    auto outer = Group::from(queued_process_group(replicas[shard], replica, arrangement.replicas, device));
+    return Mesh::from_groups({outer, inner}, {"replicate", "shard"});
+  }
+
+  Arrangement arrangement;
+  std::vector<std::shared_ptr<MeetingPlace>> shards;
+  std::vector<std::shared_ptr<MeetingPlace>> replicas;
+};
+
+void on_devices(const Arrangement& arrangement, const std::function<void(const Mesh&)>& body) {
+  const Devices devices(arrangement);
+  on_threads(arrangement.ranks(), [&] {
+    const Mesh mesh = devices.mesh();
+    device_of_inputs = mesh.device();
+    body(mesh);
+    barrier();
+  });
+}
+
+void expect_parity_without_races(const Trial& trial, const Arrangement& arrangement = {2}) {
+  device_of_inputs = queued_device::device(0);
+  const auto reference = train_unsharded(trial, arrangement);
+  queued_device::detector().begin_test();
+  on_devices(arrangement, [&](const Mesh& mesh) {
+    Trial mine = trial;
+    mine.options.mesh = mesh;
+    train_sharded(mine, reference);
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+Trial tied() {
+  return {.make = [] { return subjects::tied(); }};
+}
+
+TEST(OnStreams, ModelsTrain) {
+  expect_parity_without_races({.make = [] { return subjects::mlp(); }});
+  expect_parity_without_races(tied());
+  expect_parity_without_races({.make = [] { return subjects::tied(/*checkpointed=*/true); }});
+}
+
+TEST(OnStreams, ReshardPolicies) {
+  for (const auto reshard : {ReshardAfterForward(false), ReshardAfterForward(true)}) {
+    Trial trial = tied();
+    trial.options.reshard_after_forward = reshard;
+    expect_parity_without_races(trial);
+  }
+}
+
+TEST(OnStreams, MixedPrecision) {
+  Trial trial = tied();
+  trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, HybridMeshes) {
+  expect_parity_without_races(tied(), {.shards = 2, .replicas = 2});
+}
+
+TEST(OnStreams, Accumulation) {
+  for (const auto accumulate : {Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
+    Trial trial = tied();
+    trial.accumulate = accumulate;
+    expect_parity_without_races(trial, {.shards = 2, .replicas = 2});
+  }
+}
+
+TEST(OnStreams, ShardsAlongInnerDimensions) {
+  Trial trial = tied();
+  trial.options.shard_placement_fn = [](const at::Tensor& param, const std::string&) {
+    return ShardPlacement{.dim = std::max<int64_t>(param.dim() - 1, 0)};
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, SettersThatMoveWork) {
+  Trial trial = tied();
+  trial.prepare = [](Subject& subject, FSDPModule& root) {
+    root.set_reduce_scatter_max_input_buffers(1);
+    auto first = as_fsdp(*subject.parts[0]), second = as_fsdp(*subject.parts[1]);
+    first.set_modules_to_forward_prefetch({second});
+    second.set_modules_to_backward_prefetch({first});
+    second.set_reshard_after_backward(false);
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, HooksOnStreamsOfTheirOwn) {
+  Trial trial = tied();
+  trial.prepare = [](Subject&, FSDPModule& root) {
+    const auto device = queued_device::device(rank());
+    const auto pool = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    root.set_all_reduce_hook([](at::Tensor& gradient) { gradient.mul_(1); }, pool);
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, Clipping) {
+  Trial trial = tied();
+  trial.before_step = [](Subject& subject, FSDPModule&, int) { clip_grad_norm_(*subject.module, 1e9); };
+  expect_parity_without_races(trial, {.shards = 2, .replicas = 2});
+}
+
+TEST(OnStreams, ParametersReadAndWrittenBetweenSteps) {
+  Trial trial = tied();
+  trial.before_step = [](Subject& subject, FSDPModule&, int) {
+    const auto guard = summon_full_params(*subject.module, {.with_grads = true});
+    c10::NoGradGuard no_grad;
+    for (auto& parameter : subject.module->parameters()) {
+      parameter.mul_(1);
+    }
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, AnEventOfTheOptimizer) {
+  Trial trial = tied();
+  trial.before_step = [](Subject&, FSDPModule& root, int) {
+    auto event = std::make_shared<c10::Event>(c10::kHPU);
+    event->record(current_stream(queued_device::device(rank())));
+    root.set_post_optim_event(event);
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, SeveralRootsThatShareTheirStreams) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    torch::nn::Linear first(7, 5), second(5, 3);
+    share_comm_ctx({fully_shard(*first, {.mesh = mesh}), fully_shard(*second, {.mesh = mesh})});
+    torch::optim::SGD optimizer(first->parameters(), 0.1);
+    optimizer.add_param_group(second->parameters());
+    for (int step = 0; step < 3; ++step) {
+      second(torch::relu(first(subjects::data(rank(), step, {4, 7})))).sum().backward();
+      optimizer.step();
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// The optimizer works on the host: a copy to the device has to be over before it writes what is copied.
+TEST(OnStreams, Offload) {
+  for (const bool pinned : {true, false}) {
+    Trial trial = tied();
+    trial.options.offload_policy = CPUOffloadPolicy{.pin_memory = pinned};
+    trial.before_step = [](Subject& subject, FSDPModule&, int step) {
+      for (const auto& shard : subject.module->parameters()) {
+        ASSERT_TRUE(shard.is_cpu());
+        if (step > 0) {
+          queued_device::detector().written_by_host(shard.data_ptr(), rank(), "optimizer");
+        }
+      }
+    };
+    expect_parity_without_races(trial);
+  }
+}
+
+TEST(OnStreams, CustomCollectives) {
+  Trial trial = tied();
+  trial.prepare = [](Subject&, FSDPModule& root) {
+    root.set_custom_all_gather([](at::Tensor& output, const at::Tensor& input, Group& group) {
+      output.zero_();
+      output.view({group.size(), -1})[group.rank()].copy_(input);
+      group.all_reduce(output, ReduceOp::kSum, 1, {"custom", ""})->wait();
+    });
+    root.set_custom_reduce_scatter([](at::Tensor& output, const at::Tensor& input, Group& group) {
+      const at::Tensor sums = input.clone();
+      group.all_reduce(sums, ReduceOp::kSum, 1, {"custom", ""})->wait();
+      output.copy_(sums.view({group.size(), -1})[group.rank()]);
+    });
+  };
+  expect_parity_without_races(trial);
+}
+
+const Label kTest{"test", "unit"};
+
+/// A write of shards comes after a gather that is still on its way, though nobody has waited for it.
+TEST(OnStreams, WritesComeAfterAGatherThatNobodyWaitedFor) {
+  queued_device::detector().begin_test();
+  for (const bool offload : {false, true}) {
+    on_devices({2}, [&](const Mesh& mesh) {
+      const auto home = mesh.group()->make_home(
+          {Piece{8, 4, at::kFloat, at::kFloat}}, {mesh.device(), offload, /*pin_memory=*/offload}, kTest);
+      const Stream other = new_stream(mesh.device());
+      wait_stream(other, current_stream(mesh.device()));
+      std::unique_ptr<Gathered> gathered;
+      {
+        const StreamGuard guard(other);
+        gathered = home->gather(kTest);
+      }
+      home->begin_write(kTest);
+      if (offload) {
+        queued_device::detector().written_by_host(home->slice(0), rank(), "write");
+      } else {
+        torch::from_blob(home->slice(0), {4}, torch::TensorOptions().device(mesh.device())).zero_();
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
+/// Otherwise it could not run ahead of the device. (In the first steps the order check makes it wait.)
+TEST(OnStreams, TheHostDoesNotWaitInAStep) {
+  auto& detector = queued_device::detector();
+  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", "0"}});
+  on_devices({2}, [&](const Mesh& mesh) {
+    Subject subject = make_seeded(tied());
+    for (auto& part : subject.parts) {
+      fully_shard(*part, {.mesh = mesh});
+    }
+    fully_shard(*subject.module, {.mesh = mesh});
+    const auto other = torch::zeros({2, 5}, torch::TensorOptions().dtype(torch::kLong).device(mesh.device()));
+    for (int step = 0; step < 3; ++step) {
+      const auto loss = subject.loss(rank(), step);
+      barrier();
+      const int64_t before = detector.waits_of_host();
+      barrier();
+      loss.backward();
+      const auto next = subject.module->as<subjects::Tied>()->forward(other);
+      barrier();
+      EXPECT_EQ(detector.waits_of_host(), before);
+      barrier();
+      as_fsdp(*subject.module).reset_iter_state();
+    }
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
