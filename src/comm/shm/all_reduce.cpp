@@ -96,7 +96,9 @@ struct AllReduce {
 
 std::unique_ptr<Work> all_reduce_small(const CorePointer& core, AllReduce work, Post& post) {
   Collectives& collectives = core->collectives;
-  std::memcpy(post.words, work.memory(), work.tensor.nbytes());
+  if (work.tensor.numel() > 0) { // an empty tensor has no memory
+    std::memcpy(post.words, work.memory(), work.tensor.nbytes());
+  }
   work.number = collectives.commit();
   const uint64_t number = work.number;
   const auto step = collectives.queue({.number = number, .value = number, .run = [work] { work.combine_posts(); }});
