@@ -8,19 +8,24 @@ preset=$1
 shift
 dir=$(build_dir "$preset")
 python=$(torch_python)
-key="$python $(torch_version "$python") ${CMAKE_ARGS:-}"
 
-# The sanitizers' run time would have to be in the interpreter.
+# The Python package is built where it can be tested. (The sanitizers' run time would have to be in the interpreter.)
 python_option() {
-  [ "$1" = release ] && echo -DFSDP_BUILD_PYTHON=ON || echo -DFSDP_BUILD_PYTHON=OFF
+  if [ "$preset" = release ] && has_python_headers "$python" && "$python" -c 'import pytest' 2>/dev/null; then
+    echo -DFSDP_BUILD_PYTHON=ON
+  else
+    echo -DFSDP_BUILD_PYTHON=OFF
+  fi
 }
+
+key="$python $(torch_version "$python") $(python_option) ${CMAKE_ARGS:-}"
 
 # What CMake found out about one torch does not hold for another.
 if [ "$(cat "$dir/configured-for" 2>/dev/null || true)" != "$key" ]; then
   rm -rf "$dir/CMakeCache.txt" "$dir/CMakeFiles"
   mkdir -p "$dir"
   echo "Configuring $dir for torch $(torch_version "$python")"
-  cmake --preset "$preset" -DFSDP_PYTHON="$python" $(python_option "$preset") ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
+  cmake --preset "$preset" -DFSDP_PYTHON="$python" $(python_option) ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
     { cat "$dir/configure.log" >&2; die "CMake could not configure $dir: see above"; }
   echo "$key" >"$dir/configured-for"
 fi

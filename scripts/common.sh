@@ -20,6 +20,12 @@ torch_version() {
   "$1" -c 'import importlib.metadata as m; print(m.version("torch"))' 2>/dev/null
 }
 
+# Whether a Python has the headers that an extension module is compiled with.
+has_python_headers() {
+  "$1" -c 'import os, sys, sysconfig
+sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.h")))'
+}
+
 build_dir() {
   [ "$1" = release ] && echo build || echo "build-$1"
 }

@@ -24,10 +24,15 @@ missing_venv() {
   [ -n "$PYTHON" ] || [ -x .venv/bin/pip ] || python3 -c 'import ensurepip, venv' 2>/dev/null || echo python3-venv
 }
 
+missing_python_headers() {
+  [ -n "$PYTHON" ] || has_python_headers python3 || echo python3-dev
+}
+
 missing_required() {
   missing_commands cmake:cmake ninja:ninja-build g++:g++
   missing_headers gtest/gtest.h:libgtest-dev nlohmann/json.hpp:nlohmann-json3-dev
   missing_venv
+  missing_python_headers
 }
 
 # Builds work without these: slower, or without the Gloo backend.
@@ -109,8 +114,13 @@ ensure_python_tools() {
   python=$(torch_python)
   missing=$("$python" -c 'import importlib.util as u
 print(*[package for module, package in [("pytest", "pytest"), ("scikit_build_core", "scikit-build-core")] if not u.find_spec(module)])')
-  [ -z "$missing" ] || "$python" -m pip install --quiet --disable-pip-version-check $missing ||
-    die "pip could not install $missing: the Python package needs them"
+  [ -n "$missing" ] || return 0
+  if [ -n "$PYTHON" ]; then # its owner decides what goes into it
+    echo "Going on without the Python package. For it, run:  $PYTHON -m pip install $missing"
+  else
+    "$python" -m pip install --quiet --disable-pip-version-check $missing ||
+      die "pip could not install $missing: the Python package needs them"
+  fi
 }
 
 if [ "${1:-}" = --tools ]; then
