@@ -1,5 +1,6 @@
 #include <fsdp/front_end.h>
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
