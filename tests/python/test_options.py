@@ -277,9 +277,7 @@ def test_unused_parameters_as_zeros():
         def forward(self, x):
             return (self.left if dist.get_rank() == 0 else self.right)(x)
 
-    model = Either()
-    for each in (model.left, model.right, model):
-        fully_shard(each)
+    model = fully_shard(Either())  # one unit: over Gloo all ranks have to gather the same
     model.set_reduce_scatter_unused_params(True)
     model(torch.ones(1, 3)).sum().backward()
     for p in (model.left._parameters["bias"], model.right._parameters["bias"]):
