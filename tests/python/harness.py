@@ -61,8 +61,8 @@ def run(body, ranks, means, arguments):
                 process.kill()
                 process.join()
         if failures:
-            rank, text = failures[0]
-            pytest.fail(f"rank {rank} of {ranks} over {means}:\n{text}", pytrace=False)
+            text = "\n".join(f"rank {rank} of {ranks} over {means}:\n{said}" for rank, said in failures)
+            pytest.fail(text, pytrace=False)
 
 
 def _collect(pipes, processes):
