@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/stream.h"
+#include "base/tracing.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -104,6 +105,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   while (in_flight() >= max_in_flight_) {
     finish_oldest();
   }
+  const tracing::Span span("start reduction", unit.display_name());
   auto reduction = std::make_unique<Reduction>();
   reduction->unit = unit.shared_from_this();
   reduction->bucket = &bucket;
@@ -158,6 +160,7 @@ void Reducer::progress() {
 void Reducer::finish_oldest() {
   auto oldest = std::move(running_.front());
   running_.pop_front();
+  const tracing::Span span("finish reduction", oldest->unit->display_name());
   oldest->work->wait();
   oldest->work.reset();
   complete(*oldest);

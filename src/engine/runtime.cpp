@@ -6,9 +6,11 @@
 #include <torch/csrc/autograd/engine.h>
 
 #include "base/check.h"
+#include "base/tracing.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
+#include "engine/prediction.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -16,7 +18,9 @@ namespace fsdp::engine {
 Runtime::Runtime(c10::Device device)
     : device_(device),
       gather_stream_(new_stream(device, /*high_priority=*/true)),
-      reduce_stream_(new_stream(device, /*high_priority=*/true)) {}
+      reduce_stream_(new_stream(device, /*high_priority=*/true)) {
+  tracing::start_if_asked();
+}
 
 Runtime::~Runtime() = default;
 
@@ -69,6 +73,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   auto guard = lock();
   Schedule& schedule = schedule_for(phase); // before the scope below turns grad mode off
   InternalScope scope;
+  const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
   if (phase == Phase::kBackward) {
     begin_backward();
   }
@@ -296,8 +301,28 @@ void Runtime::unit_changed(Unit& unit, EventKind kind) {
 }
 
 void Runtime::notify(EventKind kind, const Unit* unit) {
+  if (!observer_ && !tracing::on()) {
+    return;
+  }
+  const Event event = make_event(kind, unit);
   if (observer_) {
-    observer_(make_event(kind, unit));
+    observer_(event);
+  }
+  if (tracing::on()) {
+    trace(event);
+  }
+}
+
+void Runtime::trace(const Event& event) {
+  const bool ends_step = event.kind == EventKind::kEndBackward;
+  if (ends_step || predicted_bytes_ == 0) {
+    std::vector<Unit*> living = units_;
+    std::erase(living, nullptr);
+    predicted_bytes_ = prediction::passing_bytes(living);
+  }
+  tracing::record_memory({event.whole_bytes, event.gradient_bytes, predicted_bytes_});
+  if (ends_step) {
+    tracing::flush();
   }
 }
 
