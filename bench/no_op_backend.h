@@ -7,8 +7,8 @@
 
 namespace bench {
 
-/// Collectives that are done at once and move no numbers: what is left is the work of the host. To messages (whole numbers), all
-/// ranks give the same answer.
+/// Collectives that are done at once and move no numbers: what is left is the work of the host. To messages (whole
+/// numbers), all ranks give the same answer.
 class NoOpBackend : public c10d::Backend {
  public:
   NoOpBackend(int rank, int size) : Backend(rank, size) {}

@@ -39,6 +39,11 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
       layout_(std::move(layout)),
       rank_(bucket.shard_group().rank()),
       gathered_(original.scalar_type()),
+      why_hollow_(c10::str(
+          "[fsdp] raw access to the parameter '",
+          name_,
+          "', which is sharded at this moment: its memory is there while ",
+          "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params")),
       handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {
   InternalScope scope;
   if (original.is_meta()) {
@@ -127,13 +132,7 @@ void Param::set_whole(void* memory) {
   if (memory != nullptr || layout_.numel() == 0) {
     fill_storage(*handle_storage_, memory);
   } else {
-    hollow_storage(
-        *handle_storage_,
-        c10::str(
-            "[fsdp] raw access to the parameter '",
-            name_,
-            "', which is sharded at this moment: its memory is there while ",
-            "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params"));
+    hollow_storage(*handle_storage_, why_hollow_);
   }
 }
 
@@ -187,9 +186,13 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  gradient =
-      at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
-  gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
+  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
+  if (gradient.sizes() != c10::IntArrayRef(sizes) || gradient.strides() != c10::IntArrayRef(strides)) {
+    gradient = at::as_strided(gradient, sizes, strides, gradient.storage_offset());
+  }
+  if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
+    gradient = gradient.to(shard_.device(), shard_.scalar_type());
+  }
   if (shown_) {
     UserScope scope;
     shown_->give_gradient(std::move(gradient));
@@ -258,7 +261,9 @@ void Param::note_checkpointed_use(int64_t segment) {
 void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
   at::Tensor arrived = handle.grad();
   handle.mutable_grad() = stand_in_;
-  arrived = arrived.detach();
+  if (arrived.requires_grad()) {
+    arrived = arrived.detach();
+  }
   if (arrived.layout() != c10::kStrided) {
     arrived = arrived.to_dense();
   }
@@ -270,7 +275,10 @@ void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
   if (gradient.defined()) {
     gradient.add_(arrived);
   } else {
-    gradient = arrived.to(unit_.reduce_dtype_of(*this));
+    gradient = std::move(arrived);
+    if (const auto dtype = unit_.reduce_dtype_of(*this); gradient.scalar_type() != dtype) {
+      gradient = gradient.to(dtype);
+    }
   }
   if (!in_checkpoint) {
     used_in_graph_ = false;

@@ -129,6 +129,7 @@ class Param {
   layout::DimLayout layout_;
   int rank_;
   c10::ScalarType gathered_;
+  std::string why_hollow_; // kept: putting it together takes longer than letting memory go
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
   c10::StorageImpl* handle_storage_ = nullptr; // lives as long as any view of the handle: its tenant tells when it dies
   bool hooked_ = false;

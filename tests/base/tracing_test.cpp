@@ -1,9 +1,9 @@
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <string>
-#include <ctime>
 #include <thread>
 #include <utility>
 #include <vector>

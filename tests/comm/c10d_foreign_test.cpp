@@ -20,7 +20,8 @@ using Gloo = c10d::ProcessGroupGloo;
 using Tensors = std::vector<at::Tensor>;
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-/// A backend of few words: no collective on single buffers, no all-to-all, no splitting, no options. As some vendors' are.
+/// A backend of few words: no collective on single buffers, no all-to-all, no splitting, no options. As some vendors'
+/// are.
 class Sparse final : public c10d::Backend {
  public:
   explicit Sparse(c10::intrusive_ptr<Gloo> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
