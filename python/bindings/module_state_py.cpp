@@ -20,6 +20,9 @@ class ModuleState {
     entries_.clear();
   }
   bool intact() const {
+    if (pending) {
+      return false;
+    }
     for (const auto& entry : entries_) {
       if (PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
         return false;
@@ -28,6 +31,7 @@ class ModuleState {
     return true;
   }
 
+  bool pending = false; ///< something has to be made before the modules' code can read their parameters
   bool converts = false; ///< inputs or outputs are cast, or moved
 
  private:
@@ -80,6 +84,7 @@ void bind_module_state(py::module_& m) {
       .def("watch", &ModuleState::watch)
       .def("forget", &ModuleState::forget)
       .def("intact", &ModuleState::intact)
+      .def_readwrite("pending", &ModuleState::pending)
       .def_readwrite("converts", &ModuleState::converts);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
   m.attr("call_sharded") = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._sharded import Sharded
+from ._sharded import Sharded, extended_of
 from ._state import FSDPState, state_of
 
 
@@ -18,6 +18,11 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = _states(module)
     sharded = {id(each): each for state in states for _, _, each in state.places}.values()
     for each in sharded:
+        if extended_of(each.parameter) is not None:
+            raise TypeError(
+                f"copy.deepcopy of a sharded module with a {type(each.parameter.to_local()).__name__} parameter is not "
+                "supported: build the copy as the original was built, and load its state_dict()"
+            )
         placeholder = nn.Parameter(each.handle.detach().new_empty(each.shape, device="meta"), each.parameter.requires_grad)
         memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = placeholder
     twin = _copy_unsharded(module, memo)

@@ -38,6 +38,11 @@ class DataParallel:
     def device(self) -> torch.device:
         return device_of(self.mesh)
 
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Its last dimension alone."""
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]
+
     def check(self, parameter: torch.Tensor, path: str) -> None:
         """An error if a parameter does not lie as this asks for."""
         if not isinstance(parameter, DTensor):

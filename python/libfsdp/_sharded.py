@@ -21,7 +21,25 @@ _by_handle: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDicti
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What the engine knows a parameter by."""
+    sharded = extended_of(parameter)
+    return original_local(parameter) if sharded is None else sharded.shown.shard
+
+
+def original_local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def extended_of(parameter: torch.Tensor) -> "Sharded | None":
+    """Of a parameter that is gathered by hooks of its own."""
+    reference = getattr(parameter, "_fsdp_sharded", None)
+    return None if reference is None else reference()
+
+
+def remember(handle: torch.Tensor, sharded: "Sharded", former: torch.Tensor | None = None) -> None:
+    if former is not None:
+        _by_handle.pop(id(former), None)
+    _by_handle[id(handle)] = sharded
 
 
 class Sharded:
@@ -37,20 +55,31 @@ class Sharded:
         else:
             self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
         requires_grad = original.requires_grad
-        self.parameter = self._as_parameter(shard, requires_grad)
-        self.shown = _C.DTensorShard(self.parameter)
+        self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
+        self.shown = self._shown(shard)
         _C.show_as(shard, self.shown)
         self.handle = _C.handle_of(shard)
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
         self.shadow = self._around_handle(parallel.around(original))
-        _by_handle[id(self.handle)] = self
+        remember(self.handle, self)
 
     @staticmethod
     def behind(tensor: torch.Tensor) -> "Sharded":
         """Of a handle."""
         return _by_handle[id(tensor)]
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether there is nothing for the module's code to read before a first gather."""
+        return False
+
+    def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
+        return shard
+
+    def _shown(self, shard: torch.Tensor) -> _C.DTensorShard:
+        return _C.DTensorShard(self.parameter)
 
     def _as_parameter(self, shard: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         meta = TensorMeta(self.shape, self.stride, shard.dtype)

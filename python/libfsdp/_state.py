@@ -60,8 +60,9 @@ class FSDPState(_C.ModuleState):
         self.places.append((weakref.ref(module), name, sharded))
         self.watch(module._parameters, name, sharded.parameter)
 
-    def follow(self, _module: nn.Module | None = None) -> None:
-        """Takes over parameters that users have registered in place of sharded ones."""
+    def follow(self, called: nn.Module | None = None) -> None:
+        """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
+        is about to read them."""
         places, self.places = self.places, []
         self.forget()
         for reference, name, sharded in places:
@@ -69,6 +70,19 @@ class FSDPState(_C.ModuleState):
             if module is not None and module._parameters.get(name) is not None:
                 sharded.follow(module, name)
                 self.add(module, name, sharded)
+        self.pending = any(sharded.needs_whole for _, _, sharded in self.places)
+        if self.pending and called is not None:
+            self.make_wholes()
+
+    def make_wholes(self) -> None:
+        """The first gather of parameters that are tensor subclasses; then the modules' code can read them."""
+        if any(sharded.parameter.is_meta for _, _, sharded in self.places):
+            return  # an operator on one of the others says what to do
+        self.unit.unshard(False)
+        self.unit.reshard()
+        for reference, name, sharded in self.places:
+            sharded.enter(reference(), name)
+        self.pending = False
 
     def convert_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self.moves_inputs:

@@ -11,7 +11,7 @@ namespace {
 void end_tenancy(void* context) {
   std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
   if (tenant->param != nullptr && tenant->role == Role::kHandle) {
-    tenant->param->handle_storage_died();
+    tenant->param->handle_storage_died(tenant.get());
   }
 }
 
