@@ -1,7 +1,7 @@
 #include <fsdp/front_end.h>
 
-#include <c10/core/GradMode.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -97,7 +97,8 @@ class DTensorShard : public ShownShard {
 class ExtendedShard final : public DTensorShard {
  public:
   /// `shard`: the engine's, while it is on the meta device.
-  ExtendedShard(py::object parameter, at::Tensor shard) : DTensorShard(std::move(parameter)), shard_(std::move(shard)) {}
+  ExtendedShard(py::object parameter, at::Tensor shard)
+      : DTensorShard(std::move(parameter)), shard_(std::move(shard)) {}
 
   bool replaced() const override {
     const bool first_values = shard_.is_meta() && !tensor().is_meta();

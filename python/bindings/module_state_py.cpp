@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include <fsdp/shown_shard.h>
+
 #include "bindings.h"
 
 namespace fsdp::python {
@@ -13,8 +15,9 @@ namespace {
 /// so that modules are freed by reference counting.
 class ModuleState {
  public:
-  void watch(py::dict registered, py::object name, py::object parameter) {
-    entries_.push_back({std::move(registered), std::move(name), std::move(parameter)});
+  /// `shown`: if it is not null, data that users put behind the parameter count as another parameter.
+  void watch(py::dict registered, py::object name, py::object parameter, std::shared_ptr<ShownShard> shown) {
+    entries_.push_back({std::move(registered), std::move(name), std::move(parameter), std::move(shown)});
   }
   void forget() {
     entries_.clear();
@@ -24,7 +27,8 @@ class ModuleState {
       return false;
     }
     for (const auto& entry : entries_) {
-      if (PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
+      const bool replaced = entry.shown && entry.shown->replaced();
+      if (replaced || PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
         return false;
       }
     }
@@ -39,6 +43,7 @@ class ModuleState {
     py::dict registered;
     py::object name;
     py::object parameter;
+    std::shared_ptr<ShownShard> shown;
   };
   std::vector<Entry> entries_;
 };

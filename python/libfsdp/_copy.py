@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._sharded import Sharded, extended_of
+from ._registered import Registered
+from ._sharded import extended_of
 from ._state import FSDPState, state_of
 
 
@@ -72,8 +73,9 @@ def _copy_values(module: nn.Module, twin: nn.Module) -> None:
         mine = twin._parameters.get(name)
         if isinstance(mine, DTensor) and mine.is_meta and isinstance(parameter, DTensor):
             fresh = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            twin._parameters[name] = fresh
-            Sharded.behind(twin.__dict__[name]).follow(twin, name)
+            sharded = Registered.of(twin).sharded[name]
+            setattr(twin, name, fresh)
+            sharded.follow(twin, name)
     state = state_of(twin)
     if state is not None:
         state.follow(twin)

@@ -148,11 +148,11 @@ class GatherHooks:
 class Extended(Sharded):
     """A sharded parameter whose shard is a tensor subclass. ``shown.shard`` is what the engine knows it by."""
 
-    __slots__ = ("around", "hooks")
+    __slots__ = ("hooks",)
+    is_extended = True
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel, hooks: GatherHooks):
         self.hooks = hooks
-        self.around = parallel.around(original)
         hooks.sharded = weakref.ref(self)
         super().__init__(shard, original, parallel)
         original._fsdp_sharded = weakref.ref(self)  # it may be tied to parameters of other units
@@ -172,11 +172,14 @@ class Extended(Sharded):
         """From now on the module's code reads this one."""
         remember(whole, self, former=self.handle)
         self.handle = whole
-        self.shadow = self._around_handle(self.around)
+        self.shadow = self._around_handle()
 
     def enter(self, module: nn.Module, name: str) -> None:
         self.parameter._fsdp_sharded = weakref.ref(self)
         super().enter(module, name)
+
+    def _follow_dtype(self) -> None:
+        pass  # the next gather makes a whole of whatever dtype
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if isinstance(current, DTensor):

@@ -57,8 +57,12 @@ class FSDPState(_C.ModuleState):
 
     def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:
         sharded.enter(module, name)
+        self._watch(module, name, sharded)
+
+    def _watch(self, module: nn.Module, name: str, sharded: Sharded) -> None:
         self.places.append((weakref.ref(module), name, sharded))
-        self.watch(module._parameters, name, sharded.parameter)
+        follows = sharded.shadow is not sharded.handle or sharded.is_extended
+        self.watch(module._parameters, name, sharded.parameter, sharded.shown if follows else None)
 
     def follow(self, called: nn.Module | None = None) -> None:
         """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
@@ -69,7 +73,7 @@ class FSDPState(_C.ModuleState):
             module = reference()
             if module is not None and module._parameters.get(name) is not None:
                 sharded.follow(module, name)
-                self.add(module, name, sharded)
+                self._watch(module, name, sharded)
         self.pending = any(sharded.needs_whole for _, _, sharded in self.places)
         if self.pending and called is not None:
             self.make_wholes()

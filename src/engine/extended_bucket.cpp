@@ -41,11 +41,12 @@ struct ExtendedBucket::Part {
 
 namespace {
 
-std::ostream& operator<<(std::ostream& out, const std::vector<at::Tensor>& tensors) {
+std::string described(const std::vector<at::Tensor>& tensors) {
+  std::ostringstream text;
   for (const auto& tensor : tensors) {
-    out << " " << tensor.sizes() << " " << tensor.scalar_type();
+    text << " " << tensor.sizes() << " " << tensor.scalar_type();
   }
-  return out;
+  return text.str();
 }
 
 } // namespace
@@ -146,7 +147,7 @@ void ExtendedBucket::write(size_t index, const std::vector<at::Tensor>& tensors,
       "[before all-gather] the extension of '",
       params()[index]->name(),
       "' has to send tensors of the same sizes and dtypes every time; it sends now",
-      tensors,
+      described(tensors),
       ", which is something else than when the parameter was given its values");
   for (size_t k = 0; k < tensors.size(); ++k) {
     if (tensors[k].numel() > 0) {
@@ -196,7 +197,7 @@ void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gat
         "' has to make one tensor of sizes ",
         c10::IntArrayRef(layout.sizes()),
         ", and made",
-        whole.parts);
+        described(whole.parts));
     if (values.strides() != c10::IntArrayRef(layout.strides())) {
       values = at::empty_strided(layout.sizes(), layout.strides(), values.options()).copy_(values);
     }
@@ -204,7 +205,9 @@ void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gat
       param.become_handle(param.handle(), values.scalar_type(), options().device);
     }
   }
-  parts_[index].assign(whole.parts.begin(), whole.parts.end()); // before the parts lose their memory
+  for (const auto& part : whole.parts) { // before they lose their memory
+    parts_[index].emplace_back(part);
+  }
   if (whole.tensor.defined() && !param.is_handle(whole.tensor)) {
     param.become_handle_around(whole.tensor, whole.parts);
   }
@@ -251,8 +254,8 @@ int64_t ExtendedBucket::bytes() const {
   for (const auto& parts : parts_) {
     for (const Part& part : parts) {
       total += part.keeps.device_type() == options().device.type() && part.keeps.allocator() != nullptr
-          ? static_cast<int64_t>(part.keeps.nbytes()) // else a view of what was gathered
-          : 0;
+                   ? static_cast<int64_t>(part.keeps.nbytes()) // else a view of what was gathered
+                   : 0;
     }
   }
   return total;

@@ -8,8 +8,8 @@
 
 namespace fsdp::engine {
 
-/// A bucket whose parameters travel by extensions: what is gathered is made of the shards anew each time, and the wholes
-/// are made of what was gathered. The shards stay where they are; the home holds what is sent.
+/// A bucket whose parameters travel by extensions: what is gathered is made of the shards anew each time, and the
+/// wholes are made of what was gathered. The shards stay where they are; the home holds what is sent.
 class ExtendedBucket final : public Bucket {
  public:
   explicit ExtendedBucket(BucketOptions options);

@@ -246,7 +246,8 @@ void Param::settle_shard_in_place() {
   shard_tenant_ = tenant.get();
   void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
   const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
-  shard_.set_data(make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), shard_.device()}));
+  shard_.set_data(
+      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), shard_.device()}));
 }
 
 void Param::watch(at::Tensor stored) {
@@ -257,7 +258,8 @@ void Param::watch(at::Tensor stored) {
   void* memory = stored.numel() == 0 ? nullptr : stored.data_ptr();
   auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(stored.storage())});
   const auto sizes = stored.sizes().vec(), strides = stored.strides().vec();
-  stored.set_data(make_keyed_tensor(std::move(tenant), memory, {sizes, strides, stored.scalar_type(), stored.device()}));
+  stored.set_data(
+      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, stored.scalar_type(), stored.device()}));
   watched_.push_back(std::move(stored));
 }
 

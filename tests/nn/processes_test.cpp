@@ -46,6 +46,34 @@ TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
   train_on_processes("gloo", {.make = [] { return subjects::tied(); }, .options = options, .steps = 3}, GetParam());
 }
 
+// What the neighbours keep between forward and backward is the former value once the shards were written.
+TEST_P(Processes, WritesEndWhatNeighboursKeep) {
+  const int ranks = GetParam();
+  on_processes(ranks, [&] {
+    init({.backend = "gloo", .device = "cpu"});
+    nn::Sequential model(nn::Linear(nn::LinearOptions(4, 4).bias(false)), nn::Linear(4, 4));
+    {
+      torch::NoGradGuard no_grad;
+      model[0]->parameters()[0].fill_(1);
+    }
+    const FullyShardOptions options{
+        .reshard_after_forward = ranks % 2 == 0 ? ReshardAfterForward(ranks / 2) : ReshardAfterForward(true)};
+    fully_shard(*model[0], options);
+    fully_shard(*model);
+    auto first = std::dynamic_pointer_cast<nn::LinearImpl>(model[0]);
+    const auto x = torch::ones({1, 4});
+    torch::NoGradGuard no_grad;
+    for (int step = 1; step < 4; ++step) {
+      model->forward(x); // leaves the first unit with the neighbours
+      const auto shard = model[0]->parameters()[0];
+      step == 2 ? shard.set_data(shard + 1) : static_cast<void>(shard.add_(1));
+      EXPECT_TRUE(first->forward(x).eq(4 * (1 + step)).all().item<bool>()) << step;
+    }
+    barrier();
+    shutdown();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Processes, ::testing::Values(1, 2, 3, 4));
 
 enum class Moment { kRendezvous, kSharding, kForward, kBackward, kReduce, kOptimizer };

@@ -1,11 +1,10 @@
-"""The package itself: version, command line, exports, subclass extensions, torch.compile."""
+"""The package itself: version, command line, exports, torch.compile."""
 
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch import nn
 
 import libfsdp
 from harness import on_ranks
@@ -52,18 +51,6 @@ def test_signatures_are_pytorchs():
             assert [(p.name, p.kind, p.default) for p in ours.values()] == [
                 (p.name, p.kind, p.default) for p in theirs.values()
             ], name
-
-
-@on_ranks(1, comm=("shm",))
-def test_all_gather_extensions_are_refused():
-    class Extended(torch.Tensor):
-        def fsdp_pre_all_gather(self, mesh):
-            raise AssertionError
-
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(torch.rand(2, 2).as_subclass(Extended))
-    with pytest.raises(NotImplementedError, match="weight.*all-gather extensions"):
-        fully_shard(module)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
