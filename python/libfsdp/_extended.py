@@ -80,7 +80,7 @@ class GatherHooks:
         self.ranks = parallel.engine.group(parallel.engine.ndim - 1)
         self.metadata: Any = None
         self.sharded: weakref.ref[Extended] | None = None
-        self.sent_by: weakref.ref[torch.Tensor] | None = None
+        self.made_of: weakref.ref[torch.Tensor] | None = None
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole tensor."""
@@ -102,7 +102,6 @@ class GatherHooks:
                     f"'{self.path}' is a {type(local).__name__}, a tensor subclass, and has no {name}: define both "
                     "all-gather hooks, keep it in ignored_params, or make it a plain tensor"
                 )
-        self.sent_by = weakref.ref(local)
         inputs, self.metadata = self._ask(local.to(self.device) if self.offloaded else local)
         inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         return [tensor.contiguous() for tensor in inputs]
@@ -123,7 +122,7 @@ class GatherHooks:
         outputs = tuple(self._along_dim(tensor) for tensor in gathered)
         dtype = self.policy.param_dtype or local.dtype
         made, _ = local.fsdp_post_all_gather(outputs, self.metadata, dtype)
-        self.metadata = None
+        self.metadata, self.made_of = None, weakref.ref(local)
         if made.shape != self.size:  # without the padding
             made = torch.as_strided(made, self.size, self.stride, 0)
         if type(made) in (torch.Tensor, nn.Parameter):
@@ -166,7 +165,7 @@ class Extended(Sharded):
     @property
     def needs_whole(self) -> bool:
         """Whether the first gather of these values is still to come."""
-        return self.hooks.sent_by is None or self.hooks.sent_by() is not self.parameter._local_tensor
+        return self.hooks.made_of is None or self.hooks.made_of() is not self.parameter._local_tensor
 
     def take_whole(self, whole: nn.Parameter) -> None:
         """From now on the module's code reads this one."""

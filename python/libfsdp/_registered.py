@@ -39,7 +39,7 @@ class Registered(dict):
 
     def is_exchanged(self, name: str) -> bool:
         """For a while: an assignment to the module's attribute, which is for good, takes the shadow away."""
-        return name in self.module().__dict__
+        return self[name] is not self.sharded[name].parameter and name in self.module().__dict__
 
     def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
         dict.__setitem__(self, name, tensor)

@@ -112,10 +112,10 @@ class Sharded:
 
     def follow(self, module: nn.Module, name: str) -> None:
         """Takes over what users have registered in the parameter's place, if it is there to stay."""
+        if Registered.of(module).is_exchanged(name):
+            return
         current = module._parameters[name]
         if current is not self.parameter:
-            if Registered.of(module).is_exchanged(name):
-                return
             self.parameter = self._accept(current, name)
             self.shown.set_parameter(self.parameter)
         self._follow_dtype()

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _C
+from ._registered import Registered
 from ._sharded import Sharded
 
 
@@ -74,18 +75,20 @@ class FSDPState(_C.ModuleState):
             if module is not None and module._parameters.get(name) is not None:
                 sharded.follow(module, name)
                 self._watch(module, name, sharded)
-        self.pending = any(sharded.needs_whole for _, _, sharded in self.places)
+        self.pending = any(sharded.is_extended for _, _, sharded in self.places)
         if self.pending and called is not None:
-            self.make_wholes()
+            self.show_wholes()
 
-    def make_wholes(self) -> None:
-        """The first gather of parameters that are tensor subclasses; then the modules' code can read them."""
+    def show_wholes(self) -> None:
+        """Of parameters that are tensor subclasses: they are made by the first gather."""
         if any(sharded.parameter.is_meta for _, _, sharded in self.places):
             return  # an operator on one of the others says what to do
-        self.unit.unshard(False)
-        self.unit.reshard()
+        if any(sharded.needs_whole for _, _, sharded in self.places):
+            self.unit.unshard(False)
+            self.unit.reshard()
         for reference, name, sharded in self.places:
-            sharded.enter(reference(), name)
+            if not Registered.of(reference()).is_exchanged(name):
+                sharded.enter(reference(), name)
         self.pending = False
 
     def convert_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -97,7 +97,7 @@ class HalfOnTheWire(Wrapper):
         (sent,) = outputs
         assert sent.dtype == torch.bfloat16
         if out is not None:
-            with torch.autograd._unsafe_preserve_version_counter(out):
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
                 out.copy_(sent)
             return None
         whole = sent.to(param_dtype)
