@@ -151,7 +151,7 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParal
 def _composable_apis(module: nn.Module) -> Any:
     from torch.distributed._composable.contract import _get_registry
 
-    return module.__dict__.get("__composable_api_registry_key__") and _get_registry(module) or {}
+    return _get_registry(module) or {}
 
 
 def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:

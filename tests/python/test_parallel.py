@@ -232,14 +232,23 @@ def test_one_mesh_with_several_data_parallel_dimensions():
 @on_ranks(4, comm=("shm",))
 def test_one_mesh_as_pytorch_lays_it_out():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    right = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
     flat = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
-    for mesh, dims in ((mesh, DataParallelMeshDims(shard="dp")), (flat, DataParallelMeshDims(shard=("dp", "cp")))):
+    for mesh, dims in (
+        (mesh, DataParallelMeshDims(shard="dp")),
+        (right, DataParallelMeshDims(shard="dp")),
+        (flat, DataParallelMeshDims(shard=("dp", "cp"))),
+        (flat, DataParallelMeshDims(shard="cp", replicate="dp")),
+    ):
         ours, theirs = on_whole_mesh(mesh, COLUMNS_AND_ROWS), on_whole_mesh(mesh, COLUMNS_AND_ROWS)
         for shard, model in ((fully_shard, ours), (torch_fsdp.fully_shard, theirs)):
             shard(model, mesh=mesh, dp_mesh_dims=dims)
         for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-            assert p.placements == q.placements and p.device_mesh.shape == q.device_mesh.shape, name
+            assert p.placements == q.placements, (name, p.placements, q.placements)
+            assert p.device_mesh.shape == q.device_mesh.shape, (name, p.device_mesh, q.device_mesh)
             assert torch.equal(p.to_local(), q.to_local()), name
+        for p, q in zip(ours.parameters(), seeded(MLP).parameters(), strict=True):
+            assert torch.equal(whole(p), q), (dims, p.placements)
 
 
 @on_ranks(2, comm=("shm",))
