@@ -51,22 +51,23 @@ TEST_P(Processes, WritesEndWhatNeighboursKeep) {
   const int ranks = GetParam();
   on_processes(ranks, [&] {
     init({.backend = "gloo", .device = "cpu"});
-    nn::Sequential model(nn::Linear(nn::LinearOptions(4, 4).bias(false)), nn::Linear(4, 4));
-    {
-      torch::NoGradGuard no_grad;
-      model[0]->parameters()[0].fill_(1);
-    }
+    const auto linear = [] { return nn::Linear(nn::LinearOptions(4, 4).bias(false)); };
+    nn::Sequential model(linear(), linear(), linear(), linear());
+    auto first = std::dynamic_pointer_cast<nn::LinearImpl>(model[0]);
+    torch::NoGradGuard no_grad;
+    first->weight.fill_(1);
     const FullyShardOptions options{
         .reshard_after_forward = ranks % 2 == 0 ? ReshardAfterForward(ranks / 2) : ReshardAfterForward(true)};
-    fully_shard(*model[0], options);
+    for (const auto& layer : *model) {
+      fully_shard(*layer.ptr(), options);
+    }
     fully_shard(*model);
-    auto first = std::dynamic_pointer_cast<nn::LinearImpl>(model[0]);
     const auto x = torch::ones({1, 4});
-    torch::NoGradGuard no_grad;
-    for (int step = 1; step < 4; ++step) {
+    for (int step = 1; step < 5; ++step) {
       model->forward(x); // leaves the first unit with the neighbours
-      const auto shard = model[0]->parameters()[0];
-      step == 2 ? shard.set_data(shard + 1) : static_cast<void>(shard.add_(1));
+      EXPECT_THROW(first->weight.data_ptr(), std::exception);
+      auto shard = first->parameters()[0];
+      step % 2 == 0 ? shard.set_data(shard + 1) : static_cast<void>(shard.add_(1));
       EXPECT_TRUE(first->forward(x).eq(4 * (1 + step)).all().item<bool>()) << step;
     }
     barrier();

@@ -1,11 +1,14 @@
 """Several Python threads: nobody waits for another rank or thread with the interpreter's lock in hand."""
 
+import sys
 import threading
 import time
+import traceback
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import libfsdp
 from harness import on_ranks
@@ -32,9 +35,14 @@ def run_together(*bodies):
         thread.start()
     for thread in threads:
         thread.join(30)
-        assert not thread.is_alive(), "a thread hangs"
+        assert not thread.is_alive(), "a thread hangs:\n" + "\n".join(map(stack_of, threads))
     if failures:
         raise failures[0]
+
+
+def stack_of(thread):
+    frame = sys._current_frames().get(thread.ident)
+    return "".join(traceback.format_stack(frame)) if frame else "(ended)"
 
 
 class Ticks:
@@ -109,7 +117,7 @@ def test_units_come_and_go_below_a_root_that_trains():
     def train():
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         try:
-            for step in range(300):
+            for step in range(100):
                 loss_of(model, mine(rows(step, 5))).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -117,12 +125,19 @@ def test_units_come_and_go_below_a_root_that_trains():
             trained.set()
 
     def come_and_go():
-        while not trained.is_set():
-            other = fully_shard(nn.Linear(3, 3))
-            libfsdp.share_comm_ctx([model, other])
-            str(libfsdp.describe(other))
+        group = DeviceMesh.from_group(dist.new_group([0]), "cpu")  # groups are for one thread at a time
+        others = [fully_shard(nn.Linear(3, 3), mesh=group) for _ in range(100)]
 
-    run_together(train, come_and_go, come_and_go)
+        def run():
+            while others and not trained.is_set():
+                libfsdp.share_comm_ctx([model, others[-1]])
+                str(libfsdp.describe(others[-1]))
+                del others[-1]  # with the last reference the unit goes
+                time.sleep(0.001)
+
+        return run
+
+    run_together(train, come_and_go(), come_and_go())
 
 
 @on_ranks(1, 2, comm=("shm",))
