@@ -26,6 +26,39 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
   Param* param; // outlives the handle: the handle's storage keeps the unit
 };
 
+/// Users are shown the shard itself.
+class ShardItself final : public ShownShard {
+ public:
+  explicit ShardItself(const at::Tensor& shard) : shard_(shard) {}
+
+  bool requires_grad() const override {
+    return shard_.requires_grad();
+  }
+  at::Tensor gradient() const override {
+    return shard_.grad();
+  }
+  void give_gradient(at::Tensor piece) override {
+    auto& current = shard_.mutable_grad();
+    if (current.defined()) {
+      current.add_(piece);
+    } else {
+      current = std::move(piece);
+    }
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
+      (*hook)(shard_);
+    }
+  }
+  bool replaced() const override {
+    return false; // other data in the same tensor are another tenant's, or nobody's
+  }
+  at::Tensor replacement() override {
+    return shard_;
+  }
+
+ private:
+  const at::Tensor& shard_; // the parameter's
+};
+
 at::Tensor flat_view(const at::Tensor& dense) {
   return at::as_strided(dense, {dense.numel()}, {1});
 }
@@ -39,7 +72,8 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
       layout_(std::move(layout)),
       rank_(bucket.shard_group().rank()),
       gathered_(original.scalar_type()),
-      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {
+      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
+      shown_(std::make_shared<ShardItself>(shard_)) {
   InternalScope scope;
   if (original.is_meta()) {
     auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
@@ -180,15 +214,12 @@ void Param::set_part(size_t part, void* memory) {
 }
 
 bool Param::shard_was_replaced() const {
-  if (shown_ && shown_->replaced()) {
-    return true;
-  }
   const Tenant* tenant = tenant_of(shard_);
-  return !on_meta() && (tenant == nullptr || tenant != shard_tenant_);
+  return shown_->replaced() || (!on_meta() && (tenant == nullptr || tenant != shard_tenant_));
 }
 
 void Param::adopt_replacement() {
-  if (!shown_ || !shown_->replaced()) {
+  if (!shown_->replaced()) {
     return;
   }
   if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) { // views of the former shard may live on
@@ -215,7 +246,7 @@ void Param::show_as(std::shared_ptr<ShownShard> shown) {
 }
 
 at::Tensor Param::shard_gradient() const {
-  return shown_ ? shown_->gradient() : shard_.grad();
+  return shown_->gradient();
 }
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
@@ -267,21 +298,8 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   gradient =
       at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
   gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
-  if (shown_) {
-    UserScope scope;
-    shown_->give_gradient(std::move(gradient));
-    return;
-  }
-  auto& current = shard_.mutable_grad();
-  if (current.defined()) {
-    current.add_(gradient);
-  } else {
-    current = std::move(gradient);
-  }
-  if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
-    UserScope scope;
-    (*hook)(shard_);
-  }
+  UserScope scope;
+  shown_->give_gradient(std::move(gradient));
 }
 
 void Param::follow_requires_grad() {

@@ -109,7 +109,7 @@ class Param {
   // -- gradients
 
   bool trainable() const {
-    return shown_ ? shown_->requires_grad() : shard_.requires_grad();
+    return shown_->requires_grad();
   }
   /// The shard's `requires_grad` is the one that users set; the handle follows.
   void follow_requires_grad();
@@ -151,7 +151,7 @@ class Param {
   std::vector<HollowStorage> handle_storages_; // one, unless the handle consists of several tensors
   bool hooked_ = false;
   at::Tensor shard_;
-  std::shared_ptr<ShownShard> shown_; // null where users see the shard itself
+  std::shared_ptr<ShownShard> shown_;
   Tenant* shard_tenant_ = nullptr; // owned by the shard's storage
   std::vector<at::Tensor> watched_;
   at::Tensor stand_in_; // see Role::kGradient

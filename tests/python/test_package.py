@@ -1,5 +1,7 @@
 """The package itself: version, command line, exports, torch.compile."""
 
+import ast
+import pathlib
 import subprocess
 import sys
 
@@ -51,6 +53,21 @@ def test_signatures_are_pytorchs():
             assert [(p.name, p.kind, p.default) for p in ours.values()] == [
                 (p.name, p.kind, p.default) for p in theirs.values()
             ], name
+
+
+def test_type_stubs_name_what_is_there():
+    stubs = ast.parse(pathlib.Path(libfsdp.__file__).with_name("_C.pyi").read_text()).body
+    declared = {node.name: node for node in stubs if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    there = {name for name in vars(libfsdp._C) if not name.startswith("__")}
+    assert there - declared.keys() == {"call_sharded"}, "an assignment"
+    assert declared.keys() <= there
+    for name, node in declared.items():
+        thing = getattr(libfsdp._C, name)
+        if isinstance(thing, type) and not issubclass(thing, Exception):
+            members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            members |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+            public = {member for member in vars(thing) if not member.startswith("_")}
+            assert public == {member for member in members if not member.startswith("_")}, name
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
