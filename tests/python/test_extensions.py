@@ -1,6 +1,8 @@
 """Tensor subclasses that say themselves how they are gathered, beside PyTorch's own fully_shard."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from harness import on_ranks
-from libfsdp import MixedPrecisionPolicy, fully_shard
+from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from subclasses import HalfOnTheWire, OlderPair, Pair, Scaled, ScaledOnTheWire, Wrapper, plain, wrapped
 from subjects import mine, rows, seeded
 
@@ -44,12 +47,14 @@ def number(loss):
     return plain(loss)[0].item()
 
 
-def train(model, steps=3, width=8):
+def train(model, steps=3, width=8, accumulate=1):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=True)
     losses = []
     for step in range(steps):
-        loss = loss_of(model, mine(rows(step, width)))
-        loss.backward()
+        for part in range(accumulate):
+            model.set_requires_gradient_sync(part == accumulate - 1)
+            loss = loss_of(model, mine(rows(step + 10 * part, width)))
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)
         losses.append(number(loss))
@@ -74,8 +79,41 @@ def check_as_pytorch(ours, theirs, exact, **options):
 @pytest.mark.parametrize("kind", [Pair, OlderPair, HalfOnTheWire])
 @on_ranks(2)
 def test_trains_as_pytorch(kind):
-    for options in ({}, dict(reshard_after_forward=True), dict(reshard_after_forward=False)):
+    offload = dict(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for options in ({}, dict(reshard_after_forward=True), dict(reshard_after_forward=False), offload):
         check_as_pytorch(sharded(kind, **options), sharded(kind, torch_fsdp.fully_shard, **options), exact=True)
+
+
+@on_ranks(2)
+def test_accumulates_as_pytorch():
+    for kind in (Pair, HalfOnTheWire):
+        check_as_pytorch(sharded(kind), sharded(kind, torch_fsdp.fully_shard), exact=True, accumulate=2)
+
+
+@on_ranks(2)
+def test_activation_checkpoints():
+    for reentrant in (True, False):
+        model, expected = sharded(Pair), sharded(Pair)
+        for each in (model, expected):
+            out = mine(rows(0, 8)).requires_grad_()
+            for block in each:
+                out = block(out) if each is expected else checkpoint(block, out, use_reentrant=reentrant)
+            out.pow(2).sum().backward()
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+@on_ranks(2, comm=("shm",))
+def test_models_are_freed_by_reference_counting():
+    for kind in (Pair, HalfOnTheWire, ScaledOnTheWire):
+        gc.collect()
+        gc.disable()
+        model = sharded(kind)
+        loss_of(model, mine(rows(0, 8))).backward()
+        gone = [weakref.ref(model), weakref.ref(model[0].up), weakref.ref(fully_shard.state(model[0]))]
+        del model
+        assert [reference() for reference in gone] == [None] * 3, kind
+        gc.enable()
 
 
 @on_ranks(4, comm=("gloo",))
