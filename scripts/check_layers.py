@@ -32,6 +32,7 @@ PUBLIC = {
     "front_end": "nn",
     "fsdp": "everything",
     "fully_shard": "nn",
+    "gather_extension": "engine",
     "group": "comm",
     "init": "comm",
     "mesh": "comm",

@@ -47,6 +47,10 @@ FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.
 FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
 
+/// A lock that the program may hold when it calls the library (Python's GIL): `let_go` gives it up if this thread holds
+/// it, and returns null if not; `take_back` is given what `let_go` returned. Around all waiting. Once, before all else.
+FSDP_API void set_callers_lock(void* (*let_go)(), void (*take_back)(void* token));
+
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);
 

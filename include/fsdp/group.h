@@ -80,6 +80,7 @@ struct HomeOptions {
   c10::Device device = c10::kCPU; ///< where gathered pieces are read
   bool offload = false; ///< slices live on the host
   bool pin_memory = false; ///< with `offload`: in page-locked memory, where the device has it
+  bool rewritten = false; ///< slices are written anew before every gather: other ranks read copies of them
 };
 
 /// Sum each rank's whole tensors and keep this rank's slices of the sums.

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <variant>
@@ -9,6 +10,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/export.h>
+#include <fsdp/gather_extension.h>
 #include <fsdp/mesh.h>
 
 namespace fsdp {
@@ -54,10 +56,11 @@ class FSDP_API ReshardAfterForward {
   std::optional<int> ranks_;
 };
 
-/// Along which dimension a parameter is cut, and over which mesh if not its unit's.
+/// Along which dimension a parameter is cut, over which mesh if not its unit's, and how it is gathered if not as it is.
 struct ShardPlacement {
   int64_t dim = 0;
   std::optional<Mesh> mesh = std::nullopt;
+  std::shared_ptr<GatherExtension> extension = nullptr;
 };
 
 using ShardPlacementFn =

@@ -15,6 +15,7 @@ void bind_clip_grad_norm(py::module_& m);
 void bind_describe(py::module_& m);
 void bind_error(py::module_& m);
 void bind_front_end(py::module_& m);
+void bind_gather_extension(py::module_& m);
 void bind_fully_shard(py::module_& m);
 void bind_group(py::module_& m);
 void bind_mesh(py::module_& m);

@@ -1,5 +1,6 @@
 #include <fsdp/front_end.h>
 
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -29,7 +30,7 @@ at::Tensor local_of(py::handle dtensor) {
 
 /// A parameter that is a DTensor. Python may put another tensor behind the object that users hold (`module.to(dtype)`
 /// swaps them), so the object is kept, and asked for its tensor each time.
-class DTensorShard final : public ShownShard {
+class DTensorShard : public ShownShard {
  public:
   explicit DTensorShard(py::object parameter) : parameter_(std::move(parameter)), known_(impl()) {}
 
@@ -73,13 +74,15 @@ class DTensorShard final : public ShownShard {
     parameter_ = Held(std::move(parameter));
   }
 
- private:
+ protected:
   const at::Tensor& tensor() const {
     return THPVariable_Unpack(parameter_.get().ptr());
   }
   const c10::TensorImpl* impl() const {
     return tensor().unsafeGetTensorImpl();
   }
+
+ private:
   at::Tensor as_dtensor(const at::Tensor& piece) const {
     py::gil_scoped_acquire gil;
     const auto spec = py::getattr(parameter_.get(), names().spec);
@@ -90,6 +93,30 @@ class DTensorShard final : public ShownShard {
   const c10::TensorImpl* known_; // compared only
 };
 
+/// The same around a tensor subclass, which has no memory of its own: the engine's shard is a tensor beside it.
+class ExtendedShard final : public DTensorShard {
+ public:
+  /// `shard`: the engine's, while it is on the meta device.
+  ExtendedShard(py::object parameter, at::Tensor shard)
+      : DTensorShard(std::move(parameter)), shard_(std::move(shard)) {}
+
+  bool replaced() const override {
+    const bool first_values = shard_.is_meta() && !tensor().is_meta();
+    return first_values || (DTensorShard::replaced() && !tensor().is_meta());
+  }
+  at::Tensor replacement() override {
+    const at::Tensor local = DTensorShard::replacement();
+    shard_ = at::empty({0}, at::TensorOptions().dtype(local.scalar_type()).device(local.device()));
+    return shard_;
+  }
+  const at::Tensor& shard() const {
+    return shard_;
+  }
+
+ private:
+  at::Tensor shard_;
+};
+
 /// One module of a call, as Python lists it.
 struct Listed {
   std::string name;
@@ -97,6 +124,14 @@ struct Listed {
   std::vector<std::pair<std::string, FSDPModule>> below;
   std::vector<at::Tensor> buffers;
 };
+
+void* let_go_of_gil() {
+  return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+}
+
+void take_back_gil(void* thread) {
+  PyEval_RestoreThread(static_cast<PyThreadState*>(thread));
+}
 
 using Shards = std::vector<std::vector<std::optional<at::Tensor>>>;
 
@@ -120,10 +155,14 @@ std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, 
 } // namespace
 
 void bind_front_end(py::module_& m) {
+  set_callers_lock(&let_go_of_gil, &take_back_gil);
   py::class_<ShownShard, std::shared_ptr<ShownShard>>(m, "ShownShard");
   py::class_<DTensorShard, ShownShard, std::shared_ptr<DTensorShard>>(m, "DTensorShard")
       .def(py::init<py::object>(), py::arg("parameter"))
       .def("set_parameter", &DTensorShard::set_parameter);
+  py::class_<ExtendedShard, DTensorShard, std::shared_ptr<ExtendedShard>>(m, "ExtendedShard")
+      .def(py::init<py::object, at::Tensor>(), py::arg("parameter"), py::arg("shard"))
+      .def_property_readonly("shard", &ExtendedShard::shard);
   py::class_<Listed>(m, "ModuleView")
       .def(
           py::init([](std::string name,
@@ -139,7 +178,7 @@ void bind_front_end(py::module_& m) {
   m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
   m.def("shard_of", &shard_of, py::arg("tensor"));
-  m.def("handle_of", &handle_of, py::arg("shard"));
+  m.def("handle_of", &handle_of, py::arg("shard"), NoGil());
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
   m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));
   m.def("show_as", &show_as, py::arg("shard"), py::arg("shown"), NoGil());

@@ -7,6 +7,7 @@ PYBIND11_MODULE(_C, m) {
   python::bind_error(m);
   python::bind_group(m);
   python::bind_mesh(m);
+  python::bind_gather_extension(m);
   python::bind_policy(m);
   python::bind_sharded_tensor(m);
   python::bind_fully_shard(m);

@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include <fsdp/shown_shard.h>
+
 #include "bindings.h"
 
 namespace fsdp::python {
@@ -13,21 +15,27 @@ namespace {
 /// so that modules are freed by reference counting.
 class ModuleState {
  public:
-  void watch(py::dict registered, py::object name, py::object parameter) {
-    entries_.push_back({std::move(registered), std::move(name), std::move(parameter)});
+  /// `shown`: if it is not null, data that users put behind the parameter count as another parameter.
+  void watch(py::dict registered, py::object name, py::object parameter, std::shared_ptr<ShownShard> shown) {
+    entries_.push_back({std::move(registered), std::move(name), std::move(parameter), std::move(shown)});
   }
   void forget() {
     entries_.clear();
   }
   bool intact() const {
+    if (pending) {
+      return false;
+    }
     for (const auto& entry : entries_) {
-      if (PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
+      const bool replaced = entry.shown && entry.shown->replaced();
+      if (replaced || PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
         return false;
       }
     }
     return true;
   }
 
+  bool pending = false; ///< something has to be made before the modules' code can read their parameters
   bool converts = false; ///< inputs or outputs are cast, or moved
 
  private:
@@ -35,6 +43,7 @@ class ModuleState {
     py::dict registered;
     py::object name;
     py::object parameter;
+    std::shared_ptr<ShownShard> shown;
   };
   std::vector<Entry> entries_;
 };
@@ -80,6 +89,7 @@ void bind_module_state(py::module_& m) {
       .def("watch", &ModuleState::watch)
       .def("forget", &ModuleState::forget)
       .def("intact", &ModuleState::intact)
+      .def_readwrite("pending", &ModuleState::pending)
       .def_readwrite("converts", &ModuleState::converts);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));
   m.attr("call_sharded") = py::reinterpret_steal<py::object>(PyInstanceMethod_New(function.ptr()));

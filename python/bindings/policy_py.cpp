@@ -18,10 +18,12 @@ void set_reshard_after_forward(FullyShardOptions& options, const std::variant<py
 
 /// Placements by tensor: what the user's function said.
 void set_placements(
-    FullyShardOptions& options, const std::vector<std::tuple<at::Tensor, int64_t, std::optional<Mesh>>>& placements) {
+    FullyShardOptions& options,
+    const std::vector<std::tuple<at::Tensor, int64_t, std::optional<Mesh>, std::shared_ptr<GatherExtension>>>&
+        placements) {
   std::unordered_map<const c10::TensorImpl*, ShardPlacement> by_tensor;
-  for (const auto& [tensor, dim, mesh] : placements) {
-    by_tensor[tensor.unsafeGetTensorImpl()] = {dim, mesh};
+  for (const auto& [tensor, dim, mesh, extension] : placements) {
+    by_tensor[tensor.unsafeGetTensorImpl()] = {dim, mesh, extension};
   }
   options.shard_placement_fn = [by_tensor](
                                    const at::Tensor& tensor, const std::string&) -> std::optional<ShardPlacement> {

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._sharded import Sharded
+from ._registered import Registered
+from ._sharded import extended_of
 from ._state import FSDPState, state_of
 
 
@@ -18,6 +19,11 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = _states(module)
     sharded = {id(each): each for state in states for _, _, each in state.places}.values()
     for each in sharded:
+        if extended_of(each.parameter) is not None:
+            raise TypeError(
+                f"copy.deepcopy of a sharded module with a {type(each.parameter.to_local()).__name__} parameter is not "
+                "supported: build the copy as the original was built, and load its state_dict()"
+            )
         placeholder = nn.Parameter(each.handle.detach().new_empty(each.shape, device="meta"), each.parameter.requires_grad)
         memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = placeholder
     twin = _copy_unsharded(module, memo)
@@ -67,8 +73,9 @@ def _copy_values(module: nn.Module, twin: nn.Module) -> None:
         mine = twin._parameters.get(name)
         if isinstance(mine, DTensor) and mine.is_meta and isinstance(parameter, DTensor):
             fresh = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            twin._parameters[name] = fresh
-            Sharded.behind(twin.__dict__[name]).follow(twin, name)
+            sharded = Registered.of(twin).sharded[name]
+            setattr(twin, name, fresh)
+            sharded.follow(twin, name)
     state = state_of(twin)
     if state is not None:
         state.follow(twin)

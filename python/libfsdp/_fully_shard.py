@@ -2,20 +2,21 @@
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
+from ._extended import Extended, GatherHooks, is_extended, stand_in
 from ._layout import DataParallel
 from ._mesh import check_mesh, default_mesh
 from ._module import FSDPModule, sharded_class
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from ._sharded import Sharded, local_of
+from ._sharded import Sharded, extended_of, local_of
 from ._state import FSDPState, state_of
 
 
@@ -69,6 +70,7 @@ def fully_shard(
     state = FSDPState(unit, arguments, parallel.device)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
+    state.pending = any(sharded.needs_whole for _, _, sharded in places)
     for each in modules:
         each.__dict__["_fsdp_state"] = state
         each.__class__ = sharded_class(type(each))
@@ -149,7 +151,7 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParal
 def _composable_apis(module: nn.Module) -> Any:
     from torch.distributed._composable.contract import _get_registry
 
-    return module.__dict__.get("__composable_api_registry_key__") and _get_registry(module) or {}
+    return _get_registry(module) or {}
 
 
 def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -198,10 +200,10 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
             f"fully_shard doesn't support scalar parameters. Change {path} to a 1D tensor with numel equal to 1."
         )
     local = local_of(parameter)
-    if hasattr(local, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(local):
-        raise NotImplementedError(
-            f"'{path}' is a {type(local).__name__}: all-gather extensions of tensor subclasses are not supported. "
-            "Keep it in ignored_params, or make it a plain tensor"
+    if hasattr(local, "fsdp_pre_all_gather") != hasattr(local, "fsdp_post_all_gather"):
+        raise AssertionError(
+            "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions, and "
+            f"the {type(local).__name__} '{path}' has one of them"
         )
 
 
@@ -209,25 +211,46 @@ def _make_unit(
     modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
 ) -> tuple[_C.Unit, list[tuple]]:
     ignored = set(arguments["ignored_params"] or ())
-    views, slots, placements = [], [], []
-    parallels: dict[nn.Parameter, DataParallel] = {}
+    views, slots = [], []
+    planned: dict[nn.Parameter, _Plan] = {}
     for root in modules:
         own = [slot for slot in _slots(root) if slot[3] not in ignored]
-        for path, _, _, parameter in own:
-            if parameter not in parallels and not _C.belongs_to_unit(local_of(parameter)):
-                _check_parameter(parameter, path)
-                dim, mesh = _placement(parameter, path, arguments["shard_placement_fn"])
-                own_parallel = parallels[parameter] = DataParallel.over(mesh, None) if mesh else parallel
-                own_parallel.check(parameter, path)
-                placements.append((local_of(parameter), dim, own_parallel.engine if mesh else None))
+        for slot in own:
+            if slot[3] not in planned and not _C.belongs_to_unit(local_of(slot[3])):
+                planned[slot[3]] = _plan(slot, arguments, parallel)
         below = [(path, state_of(child).unit) for path, child in _named_modules(root) if state_of(child)]
         buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
-        tensors = [(path, local_of(parameter)) for path, _, _, parameter in own]
+        known = lambda parameter: planned[parameter].tensor if parameter in planned else local_of(parameter)  # noqa: E731
+        tensors = [(path, known(parameter)) for path, _, _, parameter in own]
         views.append(_C.ModuleView(type(root).__name__, tensors, below, buffers))
         slots.append(own)
-    options = _engine_options(arguments, parallel, placements)
+    options = _engine_options(arguments, parallel, [plan.placement for plan in planned.values()])
     unit, shards = _C.shard_modules(views, options)
-    return unit, _show(slots, shards, parallels)
+    return unit, _show(slots, shards, planned)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a parameter is going to be sharded."""
+
+    tensor: torch.Tensor  # that the engine is given
+    placement: tuple[torch.Tensor, int, _C.Mesh | None, _C.GatherExtension | None]
+    parallel: DataParallel
+    hooks: GatherHooks | None  # if it is gathered by hooks of its own
+
+
+def _plan(slot: tuple[str, nn.Module, str, nn.Parameter], arguments: dict[str, Any], parallel: DataParallel) -> _Plan:
+    path, owner, _, parameter = slot
+    _check_parameter(parameter, path)
+    dim, mesh = _placement(parameter, path, arguments["shard_placement_fn"])
+    own_parallel = DataParallel.over(mesh, None) if mesh else parallel
+    own_parallel.check(parameter, path)
+    tensor, hooks, extension = local_of(parameter), None, None
+    if is_extended(tensor):
+        tensor = stand_in(parameter)
+        hooks = GatherHooks(parameter, owner, path, dim, own_parallel, arguments)
+        extension = _C.GatherExtension(hooks)
+    return _Plan(tensor, (tensor, dim, own_parallel.engine if mesh else None, extension), own_parallel, hooks)
 
 
 def _engine_options(
@@ -243,24 +266,29 @@ def _engine_options(
 
 
 def _show(
-    slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], parallels: dict[nn.Parameter, DataParallel]
+    slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], planned: dict[nn.Parameter, _Plan]
 ) -> list[tuple]:
     """The places whose parameters the engine has sharded, each with what is to be shown there."""
     shown: dict[torch.Tensor, Sharded] = {}
     places = []
     for own, own_shards in zip(slots, shards, strict=True):
         for (_, owner, name, parameter), shard in zip(own, own_shards, strict=True):
-            if shard is None or local_of(parameter) is shard:
+            if shard is None or _is_shown(parameter, shard):
                 continue  # left alone, or shown by an earlier call
             if shard not in shown:
-                shown[shard] = _sharded_for(shard, parameter, parallels)
+                shown[shard] = _sharded_for(shard, parameter, planned.get(parameter))
             places.append((owner, name, shown[shard]))
     return places
 
 
-def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, parallels: dict[nn.Parameter, DataParallel]) -> Sharded:
-    handle = _C.handle_of(shard)
-    try:
-        return Sharded.behind(handle)  # tied to a parameter of another unit
-    except KeyError:
-        return Sharded(shard, parameter, parallels[parameter])
+def _is_shown(parameter: nn.Parameter, shard: torch.Tensor) -> bool:
+    extended = extended_of(parameter)
+    return local_of(parameter) is shard if extended is None else parameter is extended.parameter
+
+
+def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, plan: _Plan | None) -> Sharded:
+    if plan is None:
+        return Sharded.behind(_C.handle_of(shard))  # tied to a parameter of another unit
+    if plan.hooks is not None:
+        return Extended(shard, parameter, plan.parallel, plan.hooks)
+    return Sharded(shard, parameter, plan.parallel)

@@ -20,6 +20,7 @@ class DataParallel:
     engine: _C.Mesh
     spmd: DeviceMesh | None = None  # the whole mesh on which parameters are DTensors already
     dims: DataParallelMeshDims | None = None
+    result: DeviceMesh | None = None  # with `spmd`, the mesh on which the shards are DTensors
 
     @staticmethod
     def over(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> "DataParallel":
@@ -32,11 +33,17 @@ class DataParallel:
             if name not in names:
                 raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
         parts = [_part(mesh, part) for part in (dims.replicate_names, dims.shard_names) if part]
-        return DataParallel(parts[-1], engine_mesh(*parts, shards=bool(dims.shard_names)), mesh, dims)
+        engine = engine_mesh(*parts, shards=bool(dims.shard_names))
+        return DataParallel(parts[-1], engine, mesh, dims, _with_one_shard_dim(mesh, dims, parts))
 
     @property
     def device(self) -> torch.device:
         return device_of(self.mesh)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """Its last dimension alone."""
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[self.mesh.mesh_dim_names[-1]]
 
     def check(self, parameter: torch.Tensor, path: str) -> None:
         """An error if a parameter does not lie as this asks for."""
@@ -67,15 +74,21 @@ class DataParallel:
             return self.mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
         cut = next(dim for dim in dims if dim is not None)
         if self.spmd is not None:
-            names, given = self.spmd.mesh_dim_names, parameter.placements
-            mine = _cut(cut, given, self.spmd)
-            return self.spmd, tuple(
-                mine if name in self.dims.shard_names else placement
-                for name, placement in zip(names, given, strict=True)
-            )
+            return self.result, self._placements_on_result(parameter.placements, cut)
         before = parameter.device_mesh
-        mine = tuple(Replicate() if dim is None else _cut(dim, parameter.placements, before) for dim in dims)
+        split = _ranks_that_cut(cut, parameter.placements, before.shape)
+        mine = tuple(Replicate() if dim is None else _cut(dim, split) for dim in dims)
         return _joined(self.mesh, before), (*mine, *parameter.placements)
+
+    def _placements_on_result(self, given: tuple[Placement, ...], dim: int) -> tuple[Placement, ...]:
+        names = self.spmd.mesh_dim_names
+        if not self.dims.shard_names:
+            return tuple(given)
+        first = min(map(names.index, self.dims.shard_names))
+        mine = _cut(dim, _ranks_that_cut(dim, given[first + 1 :], self.spmd.shape[first + 1 :]))
+        placed = dict(zip(names, given, strict=True))
+        placed[names[first]] = placed["_".join(self.dims.shard_names)] = mine
+        return tuple(placed.get(name, Replicate()) for name in self.result.mesh_dim_names)
 
     def around(self, parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
         """On which mesh the whole parameter is a DTensor to the module's own code; None if it is a plain tensor."""
@@ -95,11 +108,29 @@ def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
-def _cut(dim: int, before: tuple[Placement, ...], mesh: DeviceMesh) -> Placement:
-    """A cut along ``dim`` of what other mesh dimensions may have cut along it already."""
-    split = 1
-    for size, placement in zip(mesh.shape, before, strict=True):
-        split *= size if placement.is_shard(dim) else 1
+def _with_one_shard_dim(mesh: DeviceMesh, dims: DataParallelMeshDims, parts: list[DeviceMesh]) -> DeviceMesh:
+    """``mesh``, where several of its dimensions shard with one in their place: cuts of cuts are other cuts."""
+    if len(dims.shard_names) < 2:
+        return mesh
+    first = min(dims.shard_names, key=mesh.mesh_dim_names.index)
+    kept: list[DeviceMesh] = []
+    for name in mesh.mesh_dim_names:
+        if name == first:
+            kept += parts
+        elif name not in (*dims.shard_names, *dims.replicate_names):
+            kept.append(mesh[name])
+    return DeviceMesh._concatenate(kept)
+
+
+def _ranks_that_cut(dim: int, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> int:
+    ranks = 1
+    for size, placement in zip(sizes, placements, strict=True):
+        ranks *= size if placement.is_shard(dim) else 1
+    return ranks
+
+
+def _cut(dim: int, split: int) -> Placement:
+    """A cut of what mesh dimensions further right, of ``split`` ranks together, have cut along ``dim`` already."""
     return Shard(dim) if split == 1 else _StridedShard(dim, split_factor=split)
 
 

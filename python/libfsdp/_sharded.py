@@ -16,41 +16,74 @@ from torch.distributed.tensor.placement_types import Placement
 
 from . import _C
 from ._layout import DataParallel
+from ._registered import Registered
 
 _by_handle: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDictionary()
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What the engine knows a parameter by."""
+    sharded = extended_of(parameter)
+    return original_local(parameter) if sharded is None else sharded.shown.shard
+
+
+def original_local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def extended_of(parameter: torch.Tensor) -> "Sharded | None":
+    """Of a parameter that is gathered by hooks of its own."""
+    reference = getattr(parameter, "_fsdp_sharded", None)
+    return None if reference is None else reference()
+
+
+def remember(handle: torch.Tensor, sharded: "Sharded", former: torch.Tensor | None = None) -> None:
+    if former is not None:
+        _by_handle.pop(id(former), None)
+    _by_handle[id(handle)] = sharded
 
 
 class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
-    __slots__ = ("__weakref__", "handle", "mesh", "parameter", "placements", "shadow", "shape", "shown", "stride")
+    __slots__ = ("__weakref__", "around", "handle", "mesh", "parameter", "placements", "shadow", "shape", "shown", "stride")
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel):
         info = _C.sharded(shard)
+        self.around = parallel.around(original)
         self.mesh, self.placements = parallel.layout(original, info.shard_dims)
         if isinstance(original, DTensor):
             self.shape, self.stride = original.shape, original.stride()
         else:
             self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
         requires_grad = original.requires_grad
-        self.parameter = self._as_parameter(shard, requires_grad)
-        self.shown = _C.DTensorShard(self.parameter)
+        self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
+        self.shown = self._shown(shard)
         _C.show_as(shard, self.shown)
         self.handle = _C.handle_of(shard)
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
-        self.shadow = self._around_handle(parallel.around(original))
-        _by_handle[id(self.handle)] = self
+        self.shadow = self._around_handle()
+        remember(self.handle, self)
 
     @staticmethod
     def behind(tensor: torch.Tensor) -> "Sharded":
         """Of a handle."""
         return _by_handle[id(tensor)]
+
+    is_extended = False
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether there is nothing for the module's code to read before a first gather."""
+        return False
+
+    def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
+        return shard
+
+    def _shown(self, shard: torch.Tensor) -> _C.DTensorShard:
+        return _C.DTensorShard(self.parameter)
 
     def _as_parameter(self, shard: torch.Tensor, requires_grad: bool) -> nn.Parameter:
         meta = TensorMeta(self.shape, self.stride, shard.dtype)
@@ -59,11 +92,11 @@ class Sharded:
         parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
         return parameter
 
-    def _around_handle(self, layout: tuple[DeviceMesh, tuple[Placement, ...]] | None) -> torch.Tensor:
+    def _around_handle(self) -> torch.Tensor:
         """What the module's code reads: the handle, or a DTensor through which gradients reach it."""
-        if layout is None:
+        if self.around is None:
             return self.handle
-        mesh, placements = layout
+        mesh, placements = self.around
         with torch.enable_grad():
             shadow = DTensor.from_local(
                 self.handle, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
@@ -73,18 +106,27 @@ class Sharded:
 
     def enter(self, module: nn.Module, name: str) -> None:
         """Puts the parameter and its shadow into their places."""
-        module._parameters[name] = self.parameter
-        module.__dict__[name] = self.shadow
+        Registered.of(module).enter(name, self)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
 
     def follow(self, module: nn.Module, name: str) -> None:
-        """Takes over what users have registered in the parameter's place."""
+        """Takes over what users have registered in the parameter's place, if it is there to stay."""
+        if Registered.of(module).is_exchanged(name):
+            return
         current = module._parameters[name]
         if current is not self.parameter:
             self.parameter = self._accept(current, name)
             self.shown.set_parameter(self.parameter)
+        self._follow_dtype()
         self.enter(module, name)
+
+    def _follow_dtype(self) -> None:
+        """A DTensor around the handle has the dtype that the handle had when it was made."""
+        if self.around is not None and not self.parameter.is_meta:
+            self.handle.detach()  # an operator, before which the engine takes over new data; collective then
+            if self.handle.dtype != self.shadow.dtype:
+                self.shadow = self._around_handle()
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:

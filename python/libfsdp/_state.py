@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _C
+from ._registered import Registered
 from ._sharded import Sharded
 
 
@@ -57,18 +58,38 @@ class FSDPState(_C.ModuleState):
 
     def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:
         sharded.enter(module, name)
-        self.places.append((weakref.ref(module), name, sharded))
-        self.watch(module._parameters, name, sharded.parameter)
+        self._watch(module, name, sharded)
 
-    def follow(self, _module: nn.Module | None = None) -> None:
-        """Takes over parameters that users have registered in place of sharded ones."""
+    def _watch(self, module: nn.Module, name: str, sharded: Sharded) -> None:
+        self.places.append((weakref.ref(module), name, sharded))
+        follows = sharded.shadow is not sharded.handle or sharded.is_extended
+        self.watch(module._parameters, name, sharded.parameter, sharded.shown if follows else None)
+
+    def follow(self, called: nn.Module | None = None) -> None:
+        """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
+        is about to read them."""
         places, self.places = self.places, []
         self.forget()
         for reference, name, sharded in places:
             module = reference()
             if module is not None and module._parameters.get(name) is not None:
                 sharded.follow(module, name)
-                self.add(module, name, sharded)
+                self._watch(module, name, sharded)
+        self.pending = any(sharded.is_extended for _, _, sharded in self.places)
+        if self.pending and called is not None:
+            self.show_wholes()
+
+    def show_wholes(self) -> None:
+        """Of parameters that are tensor subclasses: they are made by the first gather."""
+        if any(sharded.parameter.is_meta for _, _, sharded in self.places):
+            return  # an operator on one of the others says what to do
+        if any(sharded.needs_whole for _, _, sharded in self.places):
+            self.unit.unshard(False)
+            self.unit.reshard()
+        for reference, name, sharded in self.places:
+            if not Registered.of(reference()).is_exchanged(name):
+                sharded.enter(reference(), name)
+        self.pending = False
 
     def convert_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self.moves_inputs:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from . import _C
+from ._registered import Registered
 from ._sharded import local_of
 from ._state import state_of
 
@@ -65,9 +66,9 @@ def summon_full_params(
     finally:
         summoned.end()
         for owner, name, parameter in registered:
-            owner._parameters[name] = parameter
+            Registered.of(owner).exchange_quietly(name, parameter)
 
 
 def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     tensor._is_param = True
-    owner._parameters[name] = tensor
+    Registered.of(owner).exchange_quietly(name, tensor)

@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "engine/in_place_readers.h"
 #include "engine/unit.h"
@@ -36,6 +37,14 @@ std::shared_ptr<Home> Bucket::make_home(
   return group.make_home(pieces, {options_.device, offload, offload && options_.pin_memory}, label);
 }
 
+void Bucket::add(Param* param, std::shared_ptr<GatherExtension>) {
+  params_.push_back(param);
+}
+
+bool Bucket::reads_in_place() const {
+  return gather_group->gathers_in_place();
+}
+
 bool Bucket::has_values() const {
   return params_.empty() ||
          std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
@@ -59,6 +68,12 @@ void Bucket::settle(const Unit& unit) {
     }
   }
   home_ = std::move(home);
+  for (Param* param : params_) {
+    const auto gathered = gathered_dtype(param->shard_dtype());
+    if (gathered != param->gathered_dtype()) {
+      param->become_handle(param->handle(), gathered, options_.device);
+    }
+  }
   if (gather_group->gathers_in_place()) {
     // Once together, so that from now on a rank may read alone: ranks may begin with different units.
     home_->gather(label)->wait();
@@ -187,6 +202,7 @@ void Bucket::write_back(const Unit& unit) {
 void Bucket::begin_write(const Unit& unit) {
   gather_from_neighbours_ = false; // what they keep is the former value, if backward did not ask for it
   if (!gather_group->gathers_in_place() || in_place_readers::stop(*gather_group)) {
+    WithoutCallersLock no_callers_lock;
     home_->begin_write(unit.label("write shards"));
   }
 }

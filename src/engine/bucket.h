@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/gather_extension.h>
 #include <fsdp/group.h>
 #include <fsdp/mesh.h>
 
@@ -20,6 +21,7 @@ struct BucketOptions {
   bool pin_memory = false;
   std::optional<c10::ScalarType> param_dtype;
   std::optional<c10::ScalarType> reduce_dtype;
+  bool extended = false; ///< its parameters have gather extensions
 };
 
 /// The parameters of a unit that lie on one mesh: they share a home and are gathered and reduced together.
@@ -27,7 +29,7 @@ struct BucketOptions {
 class Bucket {
  public:
   explicit Bucket(BucketOptions options);
-  ~Bucket();
+  virtual ~Bucket();
 
   const BucketOptions& options() const {
     return options_;
@@ -49,29 +51,29 @@ class Bucket {
   const std::vector<Param*>& params() const {
     return params_;
   }
-  void add(Param* param) {
-    params_.push_back(param);
-  }
+  virtual void add(Param* param, std::shared_ptr<GatherExtension> extension);
   c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
   c10::ScalarType reduce_dtype(c10::ScalarType gathered) const;
 
   /// False while all parameters are on the meta device.
   bool has_values() const;
+  /// True if the handles point into memory that other ranks write.
+  virtual bool reads_in_place() const;
   /// Gives the shards their memory, those excepted that are on the meta device. Collective.
-  void settle(const Unit& unit);
+  virtual void settle(const Unit& unit);
   /// Between forward and backward, keep a share of the whole among `ranks` neighbours. Collective.
-  void settle_among(int ranks, const Label& label);
+  virtual void settle_among(int ranks, const Label& label);
 
   /// Gather: start, finish (then the handles have memory), undo.
-  void gather(const Label& label);
-  void wait();
-  void release();
+  virtual void gather(const Label& label);
+  virtual void wait();
+  virtual void release();
   /// As `release`, but what this rank needs for a cheaper gather is kept until the gather after.
-  void release_to_neighbours(const Label& label);
-  void place(Param& param);
+  virtual void release_to_neighbours(const Label& label);
+  virtual void place(Param& param);
 
   /// Instead of gathered memory, which nobody may write, gives the handles writable copies.
-  void make_private();
+  virtual void make_private();
   bool is_private() const {
     return !private_.empty();
   }
@@ -82,25 +84,28 @@ class Bucket {
   void write_back(const Unit& unit);
 
   /// Returns once no rank reads this rank's shards any more.
-  void begin_write(const Unit& unit);
+  virtual void begin_write(const Unit& unit);
   /// Memory this rank pays for the handles' memory.
-  int64_t bytes() const;
+  virtual int64_t bytes() const;
+
+ protected:
+  size_t index_of(const Param& param) const;
+
+  std::shared_ptr<Home> home_;
+  std::unique_ptr<Gathered> gathered_;
 
  private:
   std::shared_ptr<Home> make_home(
       Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
   void* memory_of(size_t index) const;
-  size_t index_of(const Param& param) const;
 
   BucketOptions options_;
   std::shared_ptr<Group> shard_group_;
   std::shared_ptr<Group> replicate_group_;
   std::vector<Param*> params_;
-  std::shared_ptr<Home> home_;
   std::shared_ptr<Group> neighbours_; // settle_among
   std::shared_ptr<Home> neighbours_home_;
   bool gather_from_neighbours_ = false;
-  std::unique_ptr<Gathered> gathered_;
   std::vector<at::Tensor>
       unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
   std::vector<at::Tensor> private_; // by index; empty unless is_private()

@@ -5,6 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "base/callers_lock.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine::in_place_readers {
@@ -47,6 +48,7 @@ bool stop(Group& group) {
     }
     units = readers.units;
   }
+  WithoutCallersLock no_callers_lock;
   for (Unit* unit : units) {
     unit->reshard();
   }

@@ -59,4 +59,18 @@ class UserScope {
   c10::impl::ForceDispatchKeyGuard restored_;
 };
 
+/// The user's code, called in the middle of whatever a thread is doing, as if from the top of a program, but with
+/// nothing recorded: its operators are no touches.
+class OutermostScope {
+ public:
+  OutermostScope() = default;
+  OutermostScope(const OutermostScope&) = delete;
+  OutermostScope& operator=(const OutermostScope&) = delete;
+
+ private:
+  c10::impl::ForceDispatchKeyGuard keys_{
+      c10::default_included_set, c10::default_excluded_set | c10::DispatchKeySet({kKey, kInnerKey})};
+  c10::AutoGradMode grad_mode_{false};
+};
+
 } // namespace fsdp::engine

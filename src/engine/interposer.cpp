@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
@@ -54,6 +55,7 @@ void note_use(Param& param, Phase phase) {
 void see_handle(Param& param, bool written, Call& call) {
   param.follow_requires_grad();
   if (param.shard_was_replaced()) { // before a view takes the former dtype along
+    WithoutCallersLock no_callers_lock;
     auto lock = param.unit().runtime().lock();
     InternalScope scope;
     param.unit().settle_replaced_shards();
@@ -63,6 +65,7 @@ void see_handle(Param& param, bool written, Call& call) {
   }
   Unit& unit = param.unit();
   if (written) {
+    WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     return;
   }
@@ -176,10 +179,12 @@ void touch(Call& call) {
   Runtime& runtime = call.units[0]->runtime();
   if (call.units.size() == 1) {
     if (!runtime.is_current(*call.units[0], call.phase)) {
+      WithoutCallersLock no_callers_lock;
       runtime.touch(call.units, call.phase);
     }
     return;
   }
+  WithoutCallersLock no_callers_lock;
   // Units of several roots: each root's runtime sees its own.
   for (size_t begin = 0; begin < call.units.size();) {
     Runtime& next = call.units[begin]->runtime();

@@ -26,6 +26,39 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
   Param* param; // outlives the handle: the handle's storage keeps the unit
 };
 
+/// Users are shown the shard itself.
+class ShardItself final : public ShownShard {
+ public:
+  explicit ShardItself(const at::Tensor& shard) : shard_(shard) {}
+
+  bool requires_grad() const override {
+    return shard_.requires_grad();
+  }
+  at::Tensor gradient() const override {
+    return shard_.grad();
+  }
+  void give_gradient(at::Tensor piece) override {
+    auto& current = shard_.mutable_grad();
+    if (current.defined()) {
+      current.add_(piece);
+    } else {
+      current = std::move(piece);
+    }
+    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
+      (*hook)(shard_);
+    }
+  }
+  bool replaced() const override {
+    return false; // other data in the same tensor are another tenant's, or nobody's
+  }
+  at::Tensor replacement() override {
+    return shard_;
+  }
+
+ private:
+  const at::Tensor& shard_; // the parameter's
+};
+
 at::Tensor flat_view(const at::Tensor& dense) {
   return at::as_strided(dense, {dense.numel()}, {1});
 }
@@ -44,7 +77,8 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
           name_,
           "', which is sharded at this moment: its memory is there while ",
           "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params")),
-      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()) {
+      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
+      shown_(std::make_shared<ShardItself>(shard_)) {
   InternalScope scope;
   if (original.is_meta()) {
     auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
@@ -76,6 +110,7 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
 }
 
 Param::~Param() {
+  end_watching();
   if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
     shard_tenant_->param = nullptr;
   }
@@ -95,18 +130,46 @@ at::Tensor Param::flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::D
 
 void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device) {
   InternalScope scope;
-  gathered_ = dtype;
-  if (handle_storage_ != nullptr) { // views of the former storage may live on, without memory
-    static_cast<Tenant*>(handle_storage_->_mutable_data_ptr_no_checks().get_context())->param = nullptr;
+  end_handle();
+  hollow_out(tensor, {layout_.sizes(), layout_.strides(), dtype, device});
+  install_handle(tensor, dtype, device);
+}
+
+void Param::become_handle_around(const at::Tensor& tensor, const std::vector<at::Tensor>& parts) {
+  InternalScope scope;
+  end_handle();
+  for (const auto& part : parts) {
+    const auto sizes = part.sizes().vec(), strides = part.strides().vec();
+    hollow_out(part, {sizes, strides, part.scalar_type(), part.device()});
   }
-  auto tenant = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
-  auto hollow = make_keyed_tensor(std::move(tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
-  handle_storage_ = hollow.storage().unsafeGetStorageImpl();
+  install_handle(tensor, tensor.scalar_type(), tensor.device());
+}
+
+// Views of the former storages may live on, without memory.
+void Param::end_handle() {
+  for (const auto& [storage, tenant] : handle_storages_) {
+    if (storage != nullptr) {
+      tenant->param = nullptr;
+    }
+  }
+  handle_storages_.clear();
+}
+
+void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
+  auto owned = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
+  Tenant* tenant = owned.get();
+  auto hollow = make_keyed_tensor(std::move(owned), nullptr, geometry);
+  auto* storage = hollow.storage().unsafeGetStorageImpl();
+  handle_storages_.push_back({storage, tenant});
   tensor.set_data(hollow);
-  handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(tensor.getIntrusivePtr());
   hollow.reset();
-  hollow_storage(*handle_storage_, "");
-  set_whole(nullptr);
+  hollow_storage(*storage, "");
+  set_part(handle_storages_.size() - 1, nullptr);
+}
+
+void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device) {
+  gathered_ = dtype;
+  handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
   auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, nullptr, nullptr});
   stand_in_ =
       make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
@@ -125,34 +188,53 @@ at::Tensor Param::handle() {
   return at::Tensor(std::move(impl));
 }
 
+void Param::handle_storage_died(const Tenant* tenant) {
+  for (auto& each : handle_storages_) {
+    each.storage = each.tenant == tenant ? nullptr : each.storage;
+  }
+}
+
 void Param::set_whole(void* memory) {
-  if (handle_storage_ == nullptr) {
+  for (size_t part = 0; part < handle_storages_.size(); ++part) {
+    set_part(part, memory);
+  }
+}
+
+void Param::set_part(size_t part, void* memory) {
+  c10::StorageImpl* storage = part < handle_storages_.size() ? handle_storages_[part].storage : nullptr;
+  if (storage == nullptr) {
     return;
   }
-  if (memory != nullptr || layout_.numel() == 0) {
-    fill_storage(*handle_storage_, memory);
+  if (memory != nullptr || storage->nbytes() == 0) {
+    fill_storage(*storage, memory);
   } else {
-    hollow_storage(*handle_storage_, why_hollow_);
+    hollow_storage(*storage, why_hollow_);
   }
 }
 
 bool Param::shard_was_replaced() const {
-  if (shown_ && shown_->replaced()) {
-    return true;
-  }
   const Tenant* tenant = tenant_of(shard_);
-  return !on_meta() && (tenant == nullptr || tenant != shard_tenant_);
+  return shown_->replaced() || (!on_meta() && (tenant == nullptr || tenant != shard_tenant_));
 }
 
 void Param::adopt_replacement() {
-  if (!shown_ || !shown_->replaced()) {
+  if (!shown_->replaced()) {
     return;
   }
   if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) { // views of the former shard may live on
     shard_tenant_->param = nullptr;
   }
   shard_tenant_ = nullptr;
+  end_watching();
   shard_ = shown_->replacement();
+}
+
+void Param::end_watching() {
+  for (const auto& tensor : std::exchange(watched_, {})) {
+    if (Tenant* tenant = tenant_of(tensor); tenant != nullptr && tenant->param == this) {
+      tenant->param = nullptr;
+    }
+  }
 }
 
 void Param::show_as(std::shared_ptr<ShownShard> shown) {
@@ -163,7 +245,7 @@ void Param::show_as(std::shared_ptr<ShownShard> shown) {
 }
 
 at::Tensor Param::shard_gradient() const {
-  return shown_ ? shown_->gradient() : shard_.grad();
+  return shown_->gradient();
 }
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
@@ -185,6 +267,32 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   shard_.set_data(moved);
 }
 
+void Param::settle_shard_in_place() {
+  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
+    return;
+  }
+  InternalScope scope;
+  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
+  shard_tenant_ = tenant.get();
+  void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
+  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
+  shard_.set_data(
+      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), shard_.device()}));
+}
+
+void Param::watch(at::Tensor stored) {
+  if (const Tenant* present = tenant_of(stored); present != nullptr && present->param == this) {
+    return;
+  }
+  InternalScope scope;
+  void* memory = stored.numel() == 0 ? nullptr : stored.data_ptr();
+  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(stored.storage())});
+  const auto sizes = stored.sizes().vec(), strides = stored.strides().vec();
+  stored.set_data(
+      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, stored.scalar_type(), stored.device()}));
+  watched_.push_back(std::move(stored));
+}
+
 void Param::give_shard_gradient(at::Tensor gradient) {
   const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
   if (gradient.sizes() != c10::IntArrayRef(sizes) || gradient.strides() != c10::IntArrayRef(strides)) {
@@ -193,21 +301,8 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
     gradient = gradient.to(shard_.device(), shard_.scalar_type());
   }
-  if (shown_) {
-    UserScope scope;
-    shown_->give_gradient(std::move(gradient));
-    return;
-  }
-  auto& current = shard_.mutable_grad();
-  if (current.defined()) {
-    current.add_(gradient);
-  } else {
-    current = std::move(gradient);
-  }
-  if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
-    UserScope scope;
-    (*hook)(shard_);
-  }
+  UserScope scope;
+  shown_->give_gradient(std::move(gradient));
 }
 
 void Param::follow_requires_grad() {
@@ -267,7 +362,8 @@ void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
   if (arrived.layout() != c10::kStrided) {
     arrived = arrived.to_dense();
   }
-  if (arrived.strides() != c10::IntArrayRef(layout_.strides())) {
+  const bool of_a_subclass = arrived.key_set().has(c10::DispatchKey::Python);
+  if (of_a_subclass || arrived.strides() != c10::IntArrayRef(layout_.strides())) {
     auto dense = at::empty_strided(layout_.sizes(), layout_.strides(), arrived.options());
     dense.copy_(arrived);
     arrived = dense;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
@@ -58,13 +59,18 @@ class Param {
   int64_t gathered_bytes() const;
   /// Turns `tensor` (and whoever shares its TensorImpl) into the handle: full shape, hollow.
   void become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device);
+  /// The same for a tensor that consists of others, whose memory comes and goes.
+  void become_handle_around(const at::Tensor& tensor, const std::vector<at::Tensor>& parts);
+  bool is_handle(const at::Tensor& tensor) const {
+    return handle_._unsafe_get_target() == tensor.unsafeGetTensorImpl();
+  }
   /// The handle; made anew if everybody let go of it.
   at::Tensor handle();
   /// Puts memory under the handle, or takes it away (null).
   void set_whole(void* memory);
-  void handle_storage_died() {
-    handle_storage_ = nullptr;
-  }
+  /// The same for one of the tensors that the handle consists of.
+  void set_part(size_t part, void* memory);
+  void handle_storage_died(const Tenant* tenant);
   /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
   at::Tensor view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
   /// The whole parameter's elements in memory order, as one dimension.
@@ -80,6 +86,10 @@ class Param {
   }
   /// Moves the shard into a home's memory, with its present values.
   void move_shard(void* memory, std::shared_ptr<void> home, c10::Device device);
+  /// The shard stays in the memory it has, which may be none: then its values are elsewhere, in tensors to watch.
+  void settle_shard_in_place();
+  /// From now on writes to `stored` count as writes to the shard.
+  void watch(at::Tensor stored);
   /// Someone gave the shard's tensor other data (`module.to(dtype)`).
   bool shard_was_replaced() const;
   /// Takes over the data that users put behind what they are shown.
@@ -99,7 +109,7 @@ class Param {
   // -- gradients
 
   bool trainable() const {
-    return shown_ ? shown_->requires_grad() : shard_.requires_grad();
+    return shown_->requires_grad();
   }
   /// The shard's `requires_grad` is the one that users set; the handle follows.
   void follow_requires_grad();
@@ -120,6 +130,10 @@ class Param {
   at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
 
  private:
+  void hollow_out(at::Tensor tensor, const TensorGeometry& geometry);
+  void install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device);
+  void end_handle();
+  void end_watching();
   void install_gradient_hooks(const at::Tensor& handle);
   void stand_in_for_gradient(const at::Tensor& handle);
 
@@ -131,11 +145,16 @@ class Param {
   c10::ScalarType gathered_;
   std::string why_hollow_; // kept: putting it together takes longer than letting memory go
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
-  c10::StorageImpl* handle_storage_ = nullptr; // lives as long as any view of the handle: its tenant tells when it dies
+  struct HollowStorage {
+    c10::StorageImpl* storage; // lives as long as any view of the handle: its tenant tells when it dies; then null
+    Tenant* tenant; // owned by it
+  };
+  std::vector<HollowStorage> handle_storages_; // one, unless the handle consists of several tensors
   bool hooked_ = false;
   at::Tensor shard_;
-  std::shared_ptr<ShownShard> shown_; // null where users see the shard itself
+  std::shared_ptr<ShownShard> shown_;
   Tenant* shard_tenant_ = nullptr; // owned by the shard's storage
+  std::vector<at::Tensor> watched_;
   at::Tensor stand_in_; // see Role::kGradient
   int uses_ = 0;
   bool used_in_graph_ = false;

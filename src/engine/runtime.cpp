@@ -5,6 +5,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "base/tracing.h"
 #include "engine/checkpoint_scope.h"
@@ -23,6 +24,16 @@ Runtime::Runtime(c10::Device device)
 }
 
 Runtime::~Runtime() = default;
+
+// Who has the lock may need the caller's lock: the one who waits must not hold it.
+std::unique_lock<std::recursive_mutex> Runtime::lock() {
+  std::unique_lock held(mutex_, std::try_to_lock);
+  if (!held) {
+    WithoutCallersLock scope;
+    held.lock();
+  }
+  return held;
+}
 
 void Runtime::add(Unit& unit) {
   units_.resize(std::max<size_t>(units_.size(), unit.number() + 1));

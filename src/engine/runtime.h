@@ -30,9 +30,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   explicit Runtime(c10::Device device);
   ~Runtime();
 
-  std::unique_lock<std::recursive_mutex> lock() {
-    return std::unique_lock(mutex_);
-  }
+  std::unique_lock<std::recursive_mutex> lock();
 
   // -- units
 

@@ -11,7 +11,7 @@ namespace {
 void end_tenancy(void* context) {
   std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
   if (tenant->param != nullptr && tenant->role == Role::kHandle) {
-    tenant->param->handle_storage_died();
+    tenant->param->handle_storage_died(tenant.get());
   }
 }
 
@@ -50,7 +50,7 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
       /*resizable=*/false);
   const auto dispatch_key = c10::computeDispatchKey(geometry.dtype, c10::kStrided, geometry.device);
   auto keys = c10::DispatchKeySet(dispatch_key).add(kKey);
-  if (geometry.device.is_cpu()) {
+  if (!geometry.device.is_meta()) {
     keys = keys.add(kInnerKey);
   }
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(std::move(storage)), keys, dtype);

@@ -15,8 +15,8 @@ class Param;
 /// and no operator has a kernel for it.
 inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 /// Inside of a tensor subclass's own dispatch (a DTensor's, say), torch excludes all keys above Python's. This one lies
-/// below it, so that operators on what the subclass wraps are seen there. CPU tensors have it, whose memory other ranks
-/// may read in place: for these a write that nobody sees would be a race.
+/// below it, so that operators on what the subclass wraps are seen there: reads of handles that have to be whole, and
+/// writes to shards, which on the CPU other ranks may read in place.
 inline constexpr c10::DispatchKey kInnerKey = c10::DispatchKey::CustomRNGKeyId;
 
 enum class Role : uint8_t {

@@ -4,10 +4,12 @@
 
 #include <ATen/ops/empty_strided.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "base/format.h"
 #include "base/tracing.h"
 #include "comm/custom_group.h"
+#include "engine/extended_bucket.h"
 #include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -65,27 +67,33 @@ Unit::~Unit() {
   }
 }
 
-Bucket& Unit::bucket_for(const Mesh& mesh, const UnitSpec& spec) {
+Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
+  const Mesh& mesh = mesh_of(param, spec);
+  const bool extended = param.placement.extension != nullptr;
   for (auto& bucket : buckets_) {
-    if (bucket->options().mesh == mesh) {
+    if (bucket->options().mesh == mesh && bucket->options().extended == extended) {
       return *bucket;
     }
   }
   const bool pin = offload_ && offload_->pin_memory;
   BucketOptions options{
-      mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype};
-  buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
+      mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype, extended};
+  if (extended) {
+    buckets_.push_back(std::make_unique<ExtendedBucket>(std::move(options)));
+  } else {
+    buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
+  }
   return *buckets_.back();
 }
 
 void Unit::add_params(UnitSpec& spec) {
   InternalScope scope;
   for (auto& param_spec : spec.params) {
-    Bucket& bucket = bucket_for(mesh_of(param_spec, spec), spec);
+    Bucket& bucket = bucket_for(param_spec, spec);
     params_.push_back(std::make_unique<Param>(
         *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
     Param& param = *params_.back();
-    bucket.add(&param);
+    bucket.add(&param, param_spec.placement.extension);
     if (param.on_meta()) { // a tensor of another device cannot become the handle: that is made when it is asked for
       param.set_gathered_dtype(bucket.gathered_dtype(param.shard_dtype()));
     } else {
@@ -159,7 +167,7 @@ void Unit::unshard() {
   StreamGuard on_stream(runtime_->gather_stream());
   for (auto& bucket : buckets_) {
     bucket->gather(label("unshard"));
-    if (bucket->gather_group->gathers_in_place()) {
+    if (bucket->reads_in_place()) {
       in_place_readers::enter(*bucket->gather_group, *this);
     }
   }
@@ -253,6 +261,7 @@ bool Unit::has_other_gather_group() const {
 
 void Unit::before_shard_write(Param& param) {
   if (state_ != UnitState::kSharded) {
+    WithoutCallersLock no_callers_lock;
     InternalScope scope;
     auto lock = runtime_->lock();
     reshard();
@@ -263,6 +272,7 @@ void Unit::before_shard_write(Param& param) {
 
 void Unit::before_shard_read() {
   if (is_private() && held == 0) {
+    WithoutCallersLock no_callers_lock;
     InternalScope scope;
     auto lock = runtime_->lock();
     reshard();
@@ -282,12 +292,6 @@ void Unit::settle_replaced_shards() {
     look_for_params_on_meta();
     if (bucket->has_values()) {
       settle(*bucket, "settle replaced shards");
-    }
-    for (Param* param : params) {
-      const auto gathered = bucket->gathered_dtype(param->shard_dtype());
-      if (gathered != param->gathered_dtype()) {
-        param->become_handle(param->handle(), gathered, device_);
-      }
     }
   }
 }

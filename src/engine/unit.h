@@ -206,7 +206,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
  private:
   Unit(UnitSpec& spec);
   void add_params(UnitSpec& spec);
-  Bucket& bucket_for(const Mesh& mesh, const UnitSpec& spec);
+  Bucket& bucket_for(const ParamSpec& param, const UnitSpec& spec);
   void settle(Bucket& bucket, const char* operation);
   void look_for_params_on_meta();
 

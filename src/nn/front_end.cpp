@@ -1,5 +1,6 @@
 #include <fsdp/front_end.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -36,6 +37,10 @@ at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   const auto& param = param_behind(shard, "piece_of");
   engine::InternalScope scope;
   return param.piece_of(whole);
+}
+
+void set_callers_lock(void* (*let_go)(), void (*take_back)(void* token)) {
+  set_callers_lock(CallersLock{let_go, take_back});
 }
 
 void copy_settings(const FSDPModule& from, const FSDPModule& to) {

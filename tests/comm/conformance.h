@@ -51,6 +51,23 @@ TEST_P(Conformance, GatherConvertsToTheGatheredDtype) {
   });
 }
 
+TEST_P(Conformance, RewrittenSlicesAreReadAsTheyWereAtTheGather) {
+  run([](const GroupPointer& group) {
+    const auto pieces = all_sorts(group->size());
+    const auto home = group->make_home(pieces, {.rewritten = true}, kTest);
+    std::mt19937 random(static_cast<unsigned>(group->rank()));
+    for (int64_t seed = 1; seed < 30; ++seed) { // no rank waits until the others have read the last ones
+      fill_slices(*group, *home, pieces, seed);
+      const auto gathered = home->gather(kTest);
+      gathered->wait();
+      nap(random, 300);
+      expect_pieces(*gathered, pieces, seed);
+      EXPECT_TRUE(group->size() == 1 || gathered->bytes() > 0);
+    }
+    group->barrier(kTest);
+  });
+}
+
 TEST_P(Conformance, PiecesStartOnCacheLines) {
   run([](const GroupPointer& group) {
     const auto pieces = with_casts(group->size());

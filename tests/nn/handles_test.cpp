@@ -253,6 +253,33 @@ TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
   });
 }
 
+// The second unit is gathered ahead while the first is about to be read; new data behind its shards makes every reader
+// let go of the group's memory, the first unit included.
+TEST_P(Handles, APrefetchThatMovesShardsLeavesTheTouchedUnitWhole) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4), nn::Linear(4, 4));
+    for (const auto& layer : *model) {
+      fully_shard(*layer.ptr());
+    }
+    fully_shard(*model);
+    const auto x = torch::ones({2, 4});
+    for (int step = 0; step < 3; ++step) { // the schedule is learned
+      model->forward(x).sum().backward();
+    }
+    for (int64_t moved = 0; moved < 3; ++moved) {
+      torch::NoGradGuard no_grad;
+      const auto expected = model->forward(x);
+      for (auto& shard : model[moved]->parameters()) {
+        shard.set_data(shard.clone());
+      }
+      torch::AutoGradMode grad(true);
+      const auto out = model->forward(x);
+      EXPECT_TRUE(torch::equal(out, expected)) << moved;
+      out.sum().backward();
+    }
+  });
+}
+
 TEST_P(Handles, TorchScriptModulesTrain) {
   const auto file = std::filesystem::temp_directory_path() / ("fsdp_script_" + std::to_string(getpid()) + ".pt");
   {

@@ -46,6 +46,35 @@ TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
   train_on_processes("gloo", {.make = [] { return subjects::tied(); }, .options = options, .steps = 3}, GetParam());
 }
 
+// What the neighbours keep between forward and backward is the former value once the shards were written.
+TEST_P(Processes, WritesEndWhatNeighboursKeep) {
+  const int ranks = GetParam();
+  on_processes(ranks, [&] {
+    init({.backend = "gloo", .device = "cpu"});
+    const auto linear = [] { return nn::Linear(nn::LinearOptions(4, 4).bias(false)); };
+    nn::Sequential model(linear(), linear(), linear(), linear());
+    auto first = std::dynamic_pointer_cast<nn::LinearImpl>(model[0]);
+    torch::NoGradGuard no_grad;
+    first->weight.fill_(1);
+    const FullyShardOptions options{
+        .reshard_after_forward = ranks % 2 == 0 ? ReshardAfterForward(ranks / 2) : ReshardAfterForward(true)};
+    for (const auto& layer : *model) {
+      fully_shard(*layer.ptr(), options);
+    }
+    fully_shard(*model);
+    const auto x = torch::ones({1, 4});
+    for (int step = 1; step < 5; ++step) {
+      model->forward(x); // leaves the first unit with the neighbours
+      EXPECT_THROW(first->weight.data_ptr(), std::exception);
+      auto shard = first->parameters()[0];
+      step % 2 == 0 ? shard.set_data(shard + 1) : static_cast<void>(shard.add_(1));
+      EXPECT_TRUE(first->forward(x).eq(4 * (1 + step)).all().item<bool>()) << step;
+    }
+    barrier();
+    shutdown();
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Processes, ::testing::Values(1, 2, 3, 4));
 
 enum class Moment { kRendezvous, kSharding, kForward, kBackward, kReduce, kOptimizer };

@@ -1,11 +1,12 @@
-"""The package itself: version, command line, exports, subclass extensions, torch.compile."""
+"""The package itself: version, command line, exports, torch.compile."""
 
+import ast
+import pathlib
 import subprocess
 import sys
 
 import pytest
 import torch
-from torch import nn
 
 import libfsdp
 from harness import on_ranks
@@ -54,16 +55,19 @@ def test_signatures_are_pytorchs():
             ], name
 
 
-@on_ranks(1, comm=("shm",))
-def test_all_gather_extensions_are_refused():
-    class Extended(torch.Tensor):
-        def fsdp_pre_all_gather(self, mesh):
-            raise AssertionError
-
-    module = nn.Linear(2, 2)
-    module.weight = nn.Parameter(torch.rand(2, 2).as_subclass(Extended))
-    with pytest.raises(NotImplementedError, match="weight.*all-gather extensions"):
-        fully_shard(module)
+def test_type_stubs_name_what_is_there():
+    stubs = ast.parse(pathlib.Path(libfsdp.__file__).with_name("_C.pyi").read_text()).body
+    declared = {node.name: node for node in stubs if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    there = {name for name in vars(libfsdp._C) if not name.startswith("__")}
+    assert there - declared.keys() == {"call_sharded"}, "an assignment"
+    assert declared.keys() <= there
+    for name, node in declared.items():
+        thing = getattr(libfsdp._C, name)
+        if isinstance(thing, type) and not issubclass(thing, Exception):
+            members = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+            members |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+            public = {member for member in vars(thing) if not member.startswith("_")}
+            assert public == {member for member in members if not member.startswith("_")}, name
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

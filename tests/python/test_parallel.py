@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -23,11 +24,21 @@ class MLP(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+DATA_PARALLEL = ("replicate", "dp", "cp")  # names of mesh dimensions that the tests use so
+
+
 def batch_of(mesh, step):
-    generator = torch.Generator().manual_seed(step)
-    rows = torch.randn(4 * mesh["dp"].size(), 8, generator=generator)
-    rank = mesh["dp"].get_local_rank()
+    """Of all ranks, and this one's part: by its place along the data parallel dimensions."""
+    count, rank = 1, 0
+    for name in mesh.mesh_dim_names:
+        if name in DATA_PARALLEL:
+            count, rank = count * mesh[name].size(), rank * mesh[name].size() + mesh[name].get_local_rank()
+    rows = torch.randn(4 * count, 8, generator=torch.Generator().manual_seed(step))
     return rows, rows[rank * 4 : (rank + 1) * 4]
+
+
+def tensor_parallel(mesh, make=lambda: seeded(MLP)):
+    return parallelize_module(make(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
 def check_as_unsharded(model, mesh, local_batch=lambda x: x):
@@ -49,7 +60,7 @@ def check_as_unsharded(model, mesh, local_batch=lambda x: x):
 @on_ranks(4)
 def test_tensor_parallel():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = parallelize_module(seeded(MLP), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = tensor_parallel(mesh["tp"])
     fully_shard(model.up, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     placements = {name: p.placements for name, p in model.named_parameters()}
@@ -64,11 +75,98 @@ def test_tensor_parallel():
     check_as_unsharded(model, mesh)
 
 
+@on_ranks(8, comm=("shm",))
+def test_hybrid_with_tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "dp", "tp"))
+    model = tensor_parallel(mesh["tp"])
+    for module in (model.up, model):
+        fully_shard(module, mesh=mesh["replicate", "dp"])
+    assert model.up._parameters["weight"].placements == (Replicate(), _StridedShard(0, split_factor=2), Shard(0))
+    assert model.up._parameters["weight"].device_mesh.mesh_dim_names == ("replicate", "dp", "tp")
+    assert torch.equal(whole(model.up._parameters["weight"]), seeded(MLP).up.weight)
+    check_as_unsharded(model, mesh)
+
+
+@on_ranks(4)
+def test_as_pytorch_with_tensor_parallel():
+    """Placements, local shards, norms, scaled losses: side by side with PyTorch's own."""
+    world = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = world["dp", "tp"]
+    other_dim = lambda p: Shard(1 if p.placements[0] == Shard(0) and p.ndim > 1 else 0)  # noqa: E731
+    for options in ({}, dict(shard_placement_fn=other_dim), dict(reshard_after_forward=False)):
+        models = []
+        for shard in (fully_shard, torch_fsdp.fully_shard):
+            model = tensor_parallel(mesh["tp"])
+            for module in (model.up, model):
+                shard(module, mesh=mesh["dp"], **options)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+            norms = []
+            for step in range(2):
+                scaler.scale(model(batch_of(mesh, step)[1]).pow(2).mean()).backward()
+                scaler.unscale_(optimizer)
+                norms.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            assert scaler.get_scale() == 32.0
+            models.append((dict(model.named_parameters()), norms, model.state_dict()))
+        (ours, norms, state), (theirs, expected, _) = models
+        torch.testing.assert_close(norms, expected)
+        for name, p in ours.items():
+            q = theirs[name]
+            assert p.placements == q.placements and p.device_mesh == q.device_mesh and p.stride() == q.stride(), name
+            torch.testing.assert_close(p.to_local(), q.to_local(), msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(whole(p), whole(q), msg=lambda m: f"{name}: {m}")
+            assert state[name].to_local().data_ptr() == p.to_local().data_ptr()
+
+
+@on_ranks(4, comm=("shm",))
+def test_tensor_parallel_state_dicts():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    source, target = (fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]) for _ in range(2))
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(3)
+    for assign in (False, True):
+        target.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=assign)
+        x = batch_of(mesh, 0)[1]
+        assert torch.equal(whole(target(x)), whole(source(x)))
+
+
+@on_ranks(4, comm=("shm",))
+def test_tensor_parallel_on_meta_and_in_another_dtype():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+
+    def on_meta():
+        with torch.device("meta"):
+            return MLP()
+
+    model = tensor_parallel(mesh["tp"], on_meta)
+    for module in (model.up, model):
+        fully_shard(module, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for p, q in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
+            p.copy_(distribute_tensor(q, p.device_mesh, p.placements))
+    check_as_unsharded(model, mesh)
+    assert model.to(torch.float64) is model
+    out = model(batch_of(mesh, 0)[1].double())
+    assert out.dtype == torch.float64
+    out.sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.dtype == torch.float64, name
+    assert model.up.weight.dtype == model.up.weight.to_local().dtype == torch.float64
+    assert model.up.weight._spec.tensor_meta.dtype == torch.float64
+
+
 def on_whole_mesh(mesh, rest):
     model = seeded(MLP)
+    rests = rest if isinstance(rest, dict) else {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
-            placements = [Replicate() if dim != "tp" else rest for dim in mesh.mesh_dim_names]
+            tp = rests.get((module is model.up, name), None if rests else rest)
+            placements = [Replicate() if dim != "tp" else tp for dim in mesh.mesh_dim_names]
             setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, placements)))
     return model
 
@@ -84,6 +182,98 @@ def test_one_mesh_for_everything():
         assert next(model.parameters()).placements == (placement or Replicate(),)
         assert next(model.parameters()).device_mesh == mesh
         check_as_unsharded(model, mesh)
+
+
+COLUMNS_AND_ROWS = {
+    (True, "weight"): Shard(0),
+    (True, "bias"): Shard(0),
+    (False, "weight"): Shard(1),
+    (False, "bias"): Replicate(),
+}
+
+
+def with_tensor_inputs(model, mesh):
+    """Activations are DTensors on what is left of the mesh."""
+    rest = mesh["tp"]
+    return lambda x: DTensor.from_local(x, rest, [Replicate()], run_check=False)
+
+
+@on_ranks(4, comm=("shm",))
+def test_one_mesh_with_tensor_parallel():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for dims, cut in (
+        (DataParallelMeshDims(shard="dp"), (_StridedShard(0, split_factor=2), Shard(0))),
+        (DataParallelMeshDims(replicate="dp"), (Replicate(), Shard(0))),
+    ):
+        model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        assert model.up._parameters["weight"].placements == cut
+        assert model.up.weight.device_mesh == mesh["tp"]
+        check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+
+
+@on_ranks(8, comm=("shm",))
+def test_one_mesh_with_several_data_parallel_dimensions():
+    hybrid = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "dp", "tp"))
+    flattened = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
+    for mesh, dims in (
+        (hybrid, DataParallelMeshDims(shard="dp", replicate="replicate")),
+        (flattened, DataParallelMeshDims(shard=("dp", "cp"))),
+        (flattened, DataParallelMeshDims(replicate=("dp", "cp"))),
+    ):
+        model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
+        fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
+        fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        for p, q in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
+            assert torch.equal(whole(p), q), (dims, p.placements, p.device_mesh)
+        check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+
+
+@on_ranks(4, comm=("shm",))
+def test_one_mesh_as_pytorch_lays_it_out():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    right = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    flat = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "cp", "tp"))
+    for mesh, dims in (
+        (mesh, DataParallelMeshDims(shard="dp")),
+        (right, DataParallelMeshDims(shard="dp")),
+        (flat, DataParallelMeshDims(shard=("dp", "cp"))),
+        (flat, DataParallelMeshDims(shard="cp", replicate="dp")),
+    ):
+        ours, theirs = on_whole_mesh(mesh, COLUMNS_AND_ROWS), on_whole_mesh(mesh, COLUMNS_AND_ROWS)
+        for shard, model in ((fully_shard, ours), (torch_fsdp.fully_shard, theirs)):
+            shard(model, mesh=mesh, dp_mesh_dims=dims)
+        for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            assert p.placements == q.placements, (name, p.placements, q.placements)
+            assert p.device_mesh.shape == q.device_mesh.shape, (name, p.device_mesh, q.device_mesh)
+            assert torch.equal(p.to_local(), q.to_local()), name
+        for p, q in zip(ours.parameters(), seeded(MLP).parameters(), strict=True):
+            assert torch.equal(whole(p), q), (dims, p.placements)
+
+
+@on_ranks(2, comm=("shm",))
+def test_zeros_for_parameters_that_are_dtensors_and_unused():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    model.set_reduce_scatter_unused_params(True)
+    x = with_tensor_inputs(model, mesh)(torch.ones(1, 8))
+    whole(model.up(x)).sum().backward()
+    gradient = model.down._parameters["weight"].grad
+    assert isinstance(gradient, DTensor) and whole(gradient).abs().max() == 0
+    assert whole(model.up._parameters["weight"].grad).abs().max() > 0
+
+
+@on_ranks(1, comm=("shm",))
+def test_meshes_on_different_kinds_of_devices():
+    from torch.distributed.device_mesh import DeviceMesh
+
+    other = DeviceMesh("meta", [0], _init_backend=False, mesh_dim_names=("tp",))
+    module = nn.Linear(2, 2, bias=False)
+    local = torch.rand(2, 2, device="meta")
+    module.weight = nn.Parameter(DTensor.from_local(local, other, [Replicate()], run_check=False))
+    with pytest.raises(ValueError, match="mesh of the same type as the FSDP mesh but got meta for DTensor and cpu"):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)))
 
 
 @on_ranks(2, comm=("shm",))

@@ -20,36 +20,35 @@ size_t bytes_of(int64_t count, c10::ScalarType dtype) {
   return static_cast<size_t>(count) * c10::elementSize(dtype);
 }
 
-bool in_place(const Piece& piece) {
-  return piece.stored == piece.gathered;
-}
-
 // Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast,
 // in scratch.
 struct Layout {
-  Layout(const std::vector<Piece>& pieces, int size) : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
+  Layout(const std::vector<Piece>& pieces, int size, bool rewritten)
+      : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
     for (const Piece& piece : pieces) {
+      in_place.push_back(piece.stored == piece.gathered && !rewritten);
       stored.push_back(stored_bytes);
       stored_bytes += whole_lines(bytes_of(piece.numel, piece.stored));
       cast.push_back(cast_bytes);
-      cast_bytes += in_place(piece) ? 0 : whole_lines(bytes_of(piece.numel, piece.gathered));
+      cast_bytes += in_place.back() ? 0 : whole_lines(bytes_of(piece.numel, piece.gathered));
+      any_in_place = any_in_place || in_place.back();
+      any_cast = any_cast || !in_place.back();
     }
-    any_in_place = std::any_of(pieces.begin(), pieces.end(), in_place);
-    any_cast = !std::all_of(pieces.begin(), pieces.end(), in_place);
   }
 
+  std::vector<bool> in_place; // read where they are stored; else from a copy, of the gathered dtype
   std::vector<size_t> stored; // offsets
   std::vector<size_t> cast;
   size_t stored_bytes;
   size_t cast_bytes = 0;
-  bool any_in_place;
-  bool any_cast;
+  bool any_in_place = false;
+  bool any_cast = false;
 };
 
 // What a home and what was gathered from it have in common; it outlives both.
 struct HomeState {
-  HomeState(CorePointer core_, std::vector<Piece> pieces_)
-      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size()) {
+  HomeState(CorePointer core_, std::vector<Piece> pieces_, bool rewritten)
+      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size(), rewritten) {
     ++core->homes;
   }
   ~HomeState() {
@@ -109,8 +108,8 @@ class GatheredPieces final : public Gathered {
 
   void* piece(size_t index) const override {
     const Layout& layout = state_->layout;
-    const char* memory = in_place(state_->pieces[index]) ? state_->segment->readable() + layout.stored[index]
-                                                         : state_->scratch->readable(region_) + layout.cast[index];
+    const char* memory = layout.in_place[index] ? state_->segment->readable() + layout.stored[index]
+                                                : state_->scratch->readable(region_) + layout.cast[index];
     return const_cast<char*>(memory); // mapped for reading only
   }
 
@@ -128,7 +127,7 @@ class GatheredPieces final : public Gathered {
     has_region_ = true;
     scratch.await_free(region_, label_);
     for (size_t i = 0; i < state_->pieces.size(); ++i) {
-      if (!in_place(state_->pieces[i])) {
+      if (!state_->layout.in_place[i]) {
         cast_slice(i);
       }
     }
@@ -286,7 +285,7 @@ bool agree_on_scratch(HomeState& state, const Label& label) {
 std::shared_ptr<Home> make_home(
     const CorePointer& core, std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
   check(pieces, options, core->members->size(), label);
-  auto state = std::make_shared<HomeState>(core, std::move(pieces));
+  auto state = std::make_shared<HomeState>(core, std::move(pieces), options.rewritten);
   const bool new_scratch = agree_on_scratch(*state, label);
   const Offer offer =
       core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};

@@ -1,0 +1,186 @@
+"""Parameters that say themselves how they are gathered: tensor subclasses with ``fsdp_pre_all_gather``.
+
+The shard is a subclass, cut by its own operators. For each gather its hooks say what is sent and what the whole is made
+of. A whole that is a subclass again is made at a first gather and then kept: its inner tensors get their memory from
+later gathers, and lose it in between, as a plain parameter's handle does.
+"""
+
+import inspect
+import math
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from . import _C
+from ._layout import DataParallel
+from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from ._sharded import Sharded, original_local, remember
+
+
+def is_extended(local: torch.Tensor) -> bool:
+    return hasattr(local, "fsdp_pre_all_gather") or is_traceable_wrapper_subclass(local)
+
+
+def stand_in(parameter: nn.Parameter) -> torch.Tensor:
+    """What the engine takes for a parameter whose values it never holds itself."""
+    local = original_local(parameter)
+    return torch.empty(local.shape, dtype=local.dtype, device="meta", requires_grad=parameter.requires_grad)
+
+
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Those that a tensor consists of, always in the same order."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_tensors(getattr(tensor, name))
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether memory of one's plain tensors can stand under the other's."""
+    if type(a) is not type(b) or (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
+        return False
+    if not is_traceable_wrapper_subclass(a):
+        return True
+    names = a.__tensor_flatten__()[0]
+    return names == b.__tensor_flatten__()[0] and all(_alike(getattr(a, name), getattr(b, name)) for name in names)
+
+
+def _take_over_attributes(whole: torch.Tensor, made: torch.Tensor) -> None:
+    """All but the tensors: scales, say, that are plain numbers."""
+    if not is_traceable_wrapper_subclass(whole):
+        return
+    names = whole.__tensor_flatten__()[0]
+    for name, value in vars(made).items():
+        if name not in names:
+            whole.__dict__[name] = value
+    for name in names:
+        _take_over_attributes(getattr(whole, name), getattr(made, name))
+
+
+class GatherHooks:
+    """A parameter's hooks, as the engine asks for them."""
+
+    def __init__(
+        self, parameter: nn.Parameter, module: nn.Module, path: str, dim: int, parallel: DataParallel, arguments: dict
+    ):
+        local = original_local(parameter)
+        self.path, self.dim = path, dim
+        self.size, self.stride = local.shape, torch.empty(local.shape, device="meta").stride()
+        self.module = weakref.ref(module)
+        self.policy: MixedPrecisionPolicy = arguments["mp_policy"]
+        self.offloaded = isinstance(arguments["offload_policy"], CPUOffloadPolicy)
+        self.device = parallel.device
+        self.mesh = parallel.shard_mesh
+        self.ranks = parallel.engine.group(parallel.engine.ndim - 1)
+        self.metadata: Any = None
+        self.sharded: weakref.ref[Extended] | None = None
+        self.made_of: weakref.ref[torch.Tensor] | None = None
+
+    def cut(self, local: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a whole tensor."""
+        rows = self.size[self.dim]
+        chunk = math.ceil(rows / self.ranks.size)
+        begin = min(rows, chunk * self.ranks.rank)
+        length = min(rows, begin + chunk) - begin
+        piece = local.detach().narrow(self.dim, begin, length).clone(memory_format=torch.contiguous_format)
+        return piece if piece.is_meta else piece.to("cpu" if self.offloaded else self.device)
+
+    def stored(self) -> list[torch.Tensor]:
+        return list(_plain_tensors(self._local()))
+
+    def before_gather(self) -> list[torch.Tensor]:
+        local = self._local()
+        for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather"):
+            if not hasattr(local, name):
+                raise NotImplementedError(
+                    f"'{self.path}' is a {type(local).__name__}, a tensor subclass, and has no {name}: define both "
+                    "all-gather hooks, keep it in ignored_params, or make it a plain tensor"
+                )
+        inputs, self.metadata = self._ask(local.to(self.device) if self.offloaded else local)
+        inputs = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
+        return [tensor.contiguous() for tensor in inputs]
+
+    def _ask(self, local: torch.Tensor) -> tuple[Any, Any]:
+        signature = inspect.signature(local.fsdp_pre_all_gather)
+        if len(signature.parameters) == 1:
+            return local.fsdp_pre_all_gather(self.mesh)
+        if len(signature.parameters) == 5:
+            return local.fsdp_pre_all_gather(self.mesh, self.size, self.stride, self.module(), self.policy)
+        raise AssertionError(
+            f"Invalid fsdp_pre_all_gather of '{self.path}': expects (mesh, outer_size, outer_stride, module, "
+            f"mp_policy), or the older (mesh), got {signature}"
+        )
+
+    def after_gather(self, gathered: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
+        local = self._local()
+        outputs = tuple(self._along_dim(tensor) for tensor in gathered)
+        dtype = self.policy.param_dtype or local.dtype
+        made, _ = local.fsdp_post_all_gather(outputs, self.metadata, dtype)
+        self.metadata, self.made_of = None, weakref.ref(local)
+        if made.shape != self.size:  # without the padding
+            made = torch.as_strided(made, self.size, self.stride, 0)
+        if type(made) in (torch.Tensor, nn.Parameter):
+            return None, [made]
+        sharded = self.sharded()
+        if _alike(sharded.handle, made):
+            _take_over_attributes(sharded.handle, made)
+            return sharded.handle, list(_plain_tensors(made))
+        whole = nn.Parameter(made, sharded.parameter.requires_grad)
+        sharded.take_whole(whole)
+        return whole, list(_plain_tensors(whole))
+
+    def _along_dim(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.dim == 0 or tensor.ndim != len(self.size):
+            return tensor
+        return torch.cat(tensor.chunk(self.ranks.size), dim=self.dim)
+
+    def _local(self) -> torch.Tensor:
+        return self.sharded().parameter._local_tensor
+
+
+class Extended(Sharded):
+    """A sharded parameter whose shard is a tensor subclass. ``shown.shard`` is what the engine knows it by."""
+
+    __slots__ = ("hooks",)
+    is_extended = True
+
+    def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel, hooks: GatherHooks):
+        self.hooks = hooks
+        hooks.sharded = weakref.ref(self)
+        super().__init__(shard, original, parallel)
+        original._fsdp_sharded = weakref.ref(self)  # it may be tied to parameters of other units
+
+    def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
+        return self.hooks.cut(original_local(original))
+
+    def _shown(self, shard: torch.Tensor) -> _C.DTensorShard:
+        return _C.ExtendedShard(self.parameter, shard)
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether the first gather of these values is still to come."""
+        return self.hooks.made_of is None or self.hooks.made_of() is not self.parameter._local_tensor
+
+    def take_whole(self, whole: nn.Parameter) -> None:
+        """From now on the module's code reads this one."""
+        remember(whole, self, former=self.handle)
+        self.handle = whole
+        self.shadow = self._around_handle()
+
+    def enter(self, module: nn.Module, name: str) -> None:
+        self.parameter._fsdp_sharded = weakref.ref(self)
+        super().enter(module, name)
+
+    def _follow_dtype(self) -> None:
+        pass  # the next gather makes a whole of whatever dtype
+
+    def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
+        if isinstance(current, DTensor):
+            return super()._accept(current, name)
+        return self._as_parameter(self.hooks.cut(current), current.requires_grad)

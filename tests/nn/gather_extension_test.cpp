@@ -1,0 +1,127 @@
+// Parameters that travel in another form than they are stored in.
+
+#include <atomic>
+#include <mutex>
+
+#include <torch/torch.h>
+
+#include <fsdp/fully_shard.h>
+#include <fsdp/gather_extension.h>
+#include <fsdp/init.h>
+#include <fsdp/sharded_tensor.h>
+
+#include "support/error_message.h"
+#include "support/ranks.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+/// Sends every rank's rows in half the bytes, padded to the rows of the first rank.
+class InBFloat16 final : public GatherExtension {
+ public:
+  InBFloat16(std::vector<int64_t> sizes, int64_t padded_rows) : sizes_(std::move(sizes)), padded_rows_(padded_rows) {}
+
+  std::vector<at::Tensor> before_gather(const at::Tensor& shard) override {
+    auto sent = torch::zeros({padded_rows_, sizes_[1]}, torch::kBFloat16);
+    sent.narrow(0, 0, shard.size(0)).copy_(shard);
+    return {sent};
+  }
+  Whole after_gather(const std::vector<at::Tensor>& gathered) override {
+    return {{}, {gathered.at(0).narrow(0, 0, sizes_[0]).to(torch::kFloat)}};
+  }
+
+ private:
+  std::vector<int64_t> sizes_;
+  int64_t padded_rows_;
+};
+
+nn::Sequential make_model() {
+  static std::mutex one_generator_for_all_ranks;
+  std::lock_guard lock(one_generator_for_all_ranks);
+  torch::manual_seed(1);
+  return nn::Sequential(nn::Linear(5, 7), nn::GELU(), nn::Linear(7, 3));
+}
+
+FullyShardOptions in_bfloat16(int ranks, int64_t too_many_rows = 0) {
+  FullyShardOptions options;
+  options.shard_placement_fn = [=](const at::Tensor& tensor, const std::string&) -> std::optional<ShardPlacement> {
+    if (tensor.dim() != 2) {
+      return std::nullopt;
+    }
+    const int64_t rows = (tensor.size(0) + ranks - 1) / ranks + too_many_rows;
+    return ShardPlacement{.extension = std::make_shared<InBFloat16>(tensor.sizes().vec(), rows)};
+  };
+  return options;
+}
+
+/// The gradients that the coarse weights bring, put into the parameters that they were made of.
+void coarse_backward(nn::Sequential& reference, const std::vector<at::Tensor>& batches) {
+  auto coarse = make_model();
+  torch::NoGradGuard no_grad;
+  for (size_t i = 0; i < coarse->parameters().size(); ++i) {
+    const auto exact = reference->parameters()[i];
+    coarse->parameters()[i].copy_(exact.dim() == 2 ? exact.to(torch::kBFloat16) : exact);
+  }
+  for (const auto& batch : batches) {
+    torch::AutoGradMode grad(true);
+    coarse->forward(batch).pow(2).sum().backward();
+  }
+  for (size_t i = 0; i < coarse->parameters().size(); ++i) {
+    reference->parameters()[i].mutable_grad() = coarse->parameters()[i].grad() / static_cast<double>(batches.size());
+  }
+}
+
+class GatherExtensions : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, GatherExtensions, ::testing::Values(1, 2, 3, 4));
+
+TEST_P(GatherExtensions, TrainWithWhatTheyMakeOfTheShards) {
+  const int ranks = GetParam();
+  std::vector<at::Tensor> batches;
+  for (int rank = 0; rank < ranks; ++rank) {
+    batches.push_back(torch::randn({4, 5}));
+  }
+  on_threads(ranks, [&] {
+    auto model = make_model(), reference = make_model();
+    fully_shard(*model[0]->as<nn::Linear>(), in_bfloat16(ranks));
+    fully_shard(*model, in_bfloat16(ranks));
+    torch::optim::SGD ours(model->parameters(), 0.1), theirs(reference->parameters(), 0.1);
+    for (int step = 0; step < 3; ++step) {
+      model->forward(batches[rank()]).pow(2).sum().backward();
+      coarse_backward(reference, batches);
+      ours.step();
+      theirs.step();
+      const auto shards = model->parameters(), wholes = reference->parameters();
+      for (size_t i = 0; i < shards.size(); ++i) {
+        EXPECT_TRUE(torch::allclose(sharded(shards[i]).full_tensor(), wholes[i], 1e-4, 1e-5)) << step << " " << i;
+      }
+      ours.zero_grad();
+    }
+  });
+}
+
+TEST_P(GatherExtensions, MakeNoWholeThatCouldBeWritten) {
+  on_threads(GetParam(), [&] {
+    auto model = make_model();
+    fully_shard(*model, in_bfloat16(GetParam()));
+    torch::NoGradGuard no_grad;
+    const auto said = error_message([&] { model[0]->as<nn::Linear>()->weight.zero_(); });
+    EXPECT_TRUE(contains(said, "made by an all-gather extension"));
+  });
+}
+
+TEST(GatherExtension, RanksThatSendDifferentSizesAreTold) {
+  std::atomic<int> next = 0;
+  const auto said = error_message([&] {
+    on_threads(2, [&] {
+      const int64_t more = next++;
+      auto model = make_model();
+      fully_shard(*model, in_bfloat16(2, more));
+    });
+  });
+  EXPECT_TRUE(contains(said, "same sizes and dtypes on every rank"));
+}
+
+} // namespace
+} // namespace fsdp::testing

@@ -1,0 +1,164 @@
+"""Several Python threads: nobody waits for another rank or thread with the interpreter's lock in hand."""
+
+import sys
+import threading
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import libfsdp
+from harness import on_ranks
+from libfsdp import fully_shard
+from subjects import mine, mlp, rows, seeded
+
+
+def loss_of(model, batch):
+    return model(batch).pow(2).mean()
+
+
+def run_together(*bodies):
+    """Each in a thread of its own; fails if one of them hangs, or raises."""
+    failures = []
+
+    def guarded(body):
+        try:
+            body()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(body,), daemon=True) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive(), "a thread hangs:\n" + "\n".join(map(stack_of, threads))
+    if failures:
+        raise failures[0]
+
+
+def stack_of(thread):
+    frame = sys._current_frames().get(thread.ident)
+    return "".join(traceback.format_stack(frame)) if frame else "(ended)"
+
+
+class Ticks:
+    """How often another thread got to run meanwhile."""
+
+    def __enter__(self):
+        self.count, self._ends = 0, threading.Event()
+        self._thread = threading.Thread(target=self._tick, daemon=True)
+        self._thread.start()
+        return self
+
+    def _tick(self):
+        while not self._ends.wait(0.01):
+            self.count += 1
+
+    def __exit__(self, *_):
+        self._ends.set()
+        self._thread.join()
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_write_that_waits_lets_other_threads_run():
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    parameter = next(model.parameters())
+    writes = {
+        "dtensor": lambda: parameter.add_(1.0),
+        "foreach": lambda: torch._foreach_mul_([parameter], 2.0),
+        "local": lambda: parameter.to_local().add_(1.0),
+    }
+    with torch.no_grad():
+        for name, write in writes.items():
+            model(torch.ones(1, 4))
+            dist.barrier()
+            if dist.get_rank() == 1:
+                time.sleep(0.7)
+                write()
+                continue
+            with Ticks() as ticks:
+                began = time.monotonic()
+                write()
+                waited = time.monotonic() - began
+            assert waited > 0.4 and ticks.count > 15, (name, waited, ticks.count)
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_read_that_waits_lets_other_threads_run():
+    """Rank 0 reads what rank 1 has yet to write."""
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    parameter = next(model.parameters())
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+        parameter.add_(1.0)
+        if dist.get_rank() == 1:
+            time.sleep(0.7)
+            model(torch.ones(1, 4))
+            return
+        with Ticks() as ticks:
+            began = time.monotonic()
+            model(torch.ones(1, 4))
+            waited = time.monotonic() - began
+        assert waited > 0.4 and ticks.count > 15, (waited, ticks.count)
+
+
+@on_ranks(1)
+def test_units_come_and_go_below_a_root_that_trains():
+    """One thread has the engine's lock and wants Python's, the other has Python's and wants the engine's."""
+    model = seeded(mlp)
+    for block in (model[0], model[2], model):
+        fully_shard(block)
+    trained = threading.Event()
+
+    def train():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        try:
+            for step in range(100):
+                loss_of(model, mine(rows(step, 5))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            trained.set()
+
+    def come_and_go():
+        group = DeviceMesh.from_group(dist.new_group([0]), "cpu")  # groups are for one thread at a time
+        others = [fully_shard(nn.Linear(3, 3), mesh=group) for _ in range(100)]
+
+        def run():
+            while others and not trained.is_set():
+                libfsdp.share_comm_ctx([model, others[-1]])
+                str(libfsdp.describe(others[-1]))
+                del others[-1]  # with the last reference the unit goes
+                time.sleep(0.001)
+
+        return run
+
+    run_together(train, come_and_go(), come_and_go())
+
+
+@on_ranks(1, 2, comm=("shm",))
+def test_two_threads_take_turns_on_one_root():
+    model, reference = seeded(mlp), seeded(mlp)
+    for block in (model[0], model[2], model):
+        fully_shard(block)
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def turn(own):
+        def steps():
+            for step in range(20):
+                turns[own].acquire()
+                loss_of(model, mine(rows(2 * step + own, 5))).backward()
+                turns[1 - own].release()
+
+        return steps
+
+    run_together(turn(0), turn(1))
+    for step in range(40):
+        for part in rows(step, 5).split(4):
+            (loss_of(reference, part) / dist.get_world_size()).backward()
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
