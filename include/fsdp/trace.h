@@ -13,6 +13,8 @@ class FSDP_API Trace {
   Trace(Trace&& other) noexcept;
   Trace& operator=(Trace&&) = delete;
   ~Trace();
+  /// Ends it before its time. The second call does nothing.
+  void end();
 
  private:
   bool recording_ = true;

@@ -23,6 +23,7 @@ void bind_module_state(py::module_& m);
 void bind_policy(py::module_& m);
 void bind_sharded_tensor(py::module_& m);
 void bind_summon(py::module_& m);
+void bind_trace(py::module_& m);
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 

@@ -16,4 +16,5 @@ PYBIND11_MODULE(_C, m) {
   python::bind_summon(m);
   python::bind_describe(m);
   python::bind_clip_grad_norm(m);
+  python::bind_trace(m);
 }

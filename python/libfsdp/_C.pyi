@@ -142,6 +142,10 @@ class Description:
     bytes_shard: int
     bytes_peak: int
 
+class Trace:
+    def __init__(self, file: str) -> None: ...
+    def end(self) -> None: ...
+
 call_sharded: Callable[..., Any]
 
 def belongs_to_unit(tensor: torch.Tensor) -> bool: ...

@@ -12,7 +12,7 @@ from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_
 from ._mesh import use_shared_memory  # noqa: E402
 from ._module import FSDPModule, UnshardHandle  # noqa: E402
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy  # noqa: E402
-from ._tools import clip_grad_norm_, describe, summon_full_params  # noqa: E402
+from ._tools import clip_grad_norm_, describe, summon_full_params, trace  # noqa: E402
 
 __all__ = [
     "CommError",
@@ -30,5 +30,6 @@ __all__ = [
     "register_fsdp_forward_method",
     "share_comm_ctx",
     "summon_full_params",
+    "trace",
     "use_shared_memory",
 ]

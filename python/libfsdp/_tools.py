@@ -1,5 +1,6 @@
 """What only libfsdp has."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -72,3 +73,17 @@ def summon_full_params(
 def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     tensor._is_param = True
     Registered.of(owner).exchange_quietly(name, tensor)
+
+
+@contextmanager
+def trace(file: str | os.PathLike[str]) -> Iterator[None]:
+    """While it lasts, what the engine does and waits for is recorded, for Perfetto, Chrome and ``fsdp-report``.
+
+    The rank goes before the file's ending: ``trace.json`` becomes ``trace.rank0.json``. ``FSDP_TRACE=file`` records a
+    whole run.
+    """
+    recording = _C.Trace(os.fspath(file))
+    try:
+        yield
+    finally:
+        recording.end()

@@ -13,7 +13,11 @@ Trace::Trace(const std::string& file) {
 Trace::Trace(Trace&& other) noexcept : recording_(std::exchange(other.recording_, false)) {}
 
 Trace::~Trace() {
-  if (recording_) {
+  end();
+}
+
+void Trace::end() {
+  if (std::exchange(recording_, false)) {
     tracing::stop();
   }
 }

@@ -30,7 +30,7 @@ def test_command_line():
 def test_exports():
     names = (
         "fully_shard FSDPModule UnshardHandle register_fsdp_forward_method MixedPrecisionPolicy OffloadPolicy "
-        "CPUOffloadPolicy share_comm_ctx DataParallelMeshDims describe summon_full_params clip_grad_norm_"
+        "CPUOffloadPolicy share_comm_ctx DataParallelMeshDims describe summon_full_params clip_grad_norm_ trace"
     ).split()
     assert set(names) <= set(libfsdp.__all__)
     for name in names:

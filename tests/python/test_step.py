@@ -2,8 +2,11 @@
 
 import ctypes
 import gc
+import json
 import os
+import pathlib
 import sys
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -136,3 +139,18 @@ def test_saved_state_outlives_the_model():
     for name, value in state.items():
         assert torch.equal(value.full_tensor(), saved[name])
     dist.barrier()
+
+
+@on_ranks(2)
+def test_a_step_can_be_recorded():
+    model = sharded_mlp()
+    with tempfile.TemporaryDirectory() as folder:
+        with libfsdp.trace(pathlib.Path(folder) / "step.json"):
+            model(mine(rows(0, 5))).pow(2).mean().backward()
+        files = os.listdir(folder)
+        assert files == [f"step.rank{dist.get_rank()}.json"]
+        events = json.loads((pathlib.Path(folder) / files[0]).read_text())
+    spans = [(event["name"], event["args"]["unit"]) for event in events if event["ph"] == "X"]
+    for unit in ("0", "2", "(root)"):
+        assert ("start reduction", unit) in spans, spans
+    assert {event["pid"] for event in events} == {dist.get_rank()}
