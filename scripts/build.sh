@@ -10,22 +10,19 @@ dir=$(build_dir "$preset")
 python=$(torch_python)
 
 # The Python package is built where it can be tested. (The sanitizers' run time would have to be in the interpreter.)
-python_option() {
-  if [ "$preset" = release ] && has_python_headers "$python" && "$python" -c 'import pytest' 2>/dev/null; then
-    echo -DFSDP_BUILD_PYTHON=ON
-  else
-    echo -DFSDP_BUILD_PYTHON=OFF
-  fi
-}
+build_python=OFF
+if [ "$preset" = release ] && has_python_headers "$python" && "$python" -c 'import pytest' 2>/dev/null; then
+  build_python=ON
+fi
 
-key="$python $(torch_version "$python") $(python_option) ${CMAKE_ARGS:-}"
+key="$python $(torch_version "$python") $build_python ${CMAKE_ARGS:-}"
 
 # What CMake found out about one torch does not hold for another.
 if [ "$(cat "$dir/configured-for" 2>/dev/null || true)" != "$key" ]; then
   rm -rf "$dir/CMakeCache.txt" "$dir/CMakeFiles"
   mkdir -p "$dir"
   echo "Configuring $dir for torch $(torch_version "$python")"
-  cmake --preset "$preset" -DFSDP_PYTHON="$python" $(python_option) ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
+  cmake --preset "$preset" -DFSDP_PYTHON="$python" -DFSDP_BUILD_PYTHON=$build_python ${CMAKE_ARGS:-} >"$dir/configure.log" 2>&1 ||
     { cat "$dir/configure.log" >&2; die "CMake could not configure $dir: see above"; }
   echo "$key" >"$dir/configured-for"
 fi

@@ -41,6 +41,7 @@ PUBLIC = {
     "sharded_tensor": "engine",
     "shown_shard": "engine",
     "summon": "nn",
+    "trace": "base",
 }
 
 # folder whose types nobody else sees: the headers through which it is reached from outside

@@ -14,3 +14,4 @@
 #include <fsdp/policy.h>
 #include <fsdp/sharded_tensor.h>
 #include <fsdp/summon.h>
+#include <fsdp/trace.h>

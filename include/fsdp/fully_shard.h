@@ -102,8 +102,7 @@ class FSDP_API FSDPModule {
 
 /// Shards a module's parameters over the ranks of a mesh, those excepted that a submodule's unit already holds: call it
 /// on the submodules first. From then on `module.parameters()` are this rank's shards, with the gradients; the module's
-/// own members
-/// (`linear->weight`) stay whole to whoever reads them. Collective.
+/// own members (`linear->weight`) stay whole to whoever reads them. Collective.
 FSDP_API FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
 /// Several modules as one unit.
 FSDP_API FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options = {});

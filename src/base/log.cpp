@@ -34,9 +34,21 @@ std::atomic<Level>& current_level() {
   return level;
 }
 
+// Of a process that has not joined a job (yet), or whose job the Python program joined.
+int rank_from_environment() {
+  static const int rank = [] {
+    try {
+      return static_cast<int>(env::integer("RANK", 0).value_or(kNoRank));
+    } catch (const Error&) {
+      return kNoRank; // whoever joins the job complains
+    }
+  }();
+  return rank;
+}
+
 std::string prefix() {
-  int rank = thread_rank != kNoRank ? thread_rank : process_rank.load(std::memory_order_relaxed);
-  return rank == kNoRank ? "[libfsdp] " : c10::str("[libfsdp rank ", rank, "] ");
+  const int known = rank();
+  return known == kNoRank ? "[libfsdp] " : c10::str("[libfsdp rank ", known, "] ");
 }
 
 } // namespace
@@ -55,6 +67,14 @@ void set_rank(int rank) {
 
 void set_thread_rank(int rank) {
   thread_rank = rank;
+}
+
+int rank() {
+  if (thread_rank != kNoRank) {
+    return thread_rank;
+  }
+  const int known = process_rank.load(std::memory_order_relaxed);
+  return known != kNoRank ? known : rank_from_environment();
 }
 
 void write(Level level, std::string_view message) {

@@ -17,6 +17,8 @@ bool enabled(Level level);
 
 /// This process's rank, for the prefix. Before the call, lines have no rank.
 void set_rank(int rank);
+/// The calling thread's rank, else the process's, else what RANK says; -1 if nothing does.
+int rank();
 /// Where ranks are threads: the calling thread's rank, which goes before the process's; -1 takes it back.
 void set_thread_rank(int rank);
 

@@ -5,6 +5,8 @@
 #include <bit>
 #include <type_traits>
 
+#include "base/inline.h"
+
 namespace fsdp::rank_order {
 namespace {
 
@@ -21,11 +23,11 @@ struct Half {
   uint16_t bits;
 };
 
-inline __attribute__((always_inline)) float to_float(BFloat16 value) {
+FSDP_INLINE float to_float(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-inline __attribute__((always_inline)) BFloat16 to_bfloat16(float value) {
+FSDP_INLINE BFloat16 to_bfloat16(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t to_nearest_even = 0x7fff + ((bits >> 16) & 1);
   const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -34,7 +36,7 @@ inline __attribute__((always_inline)) BFloat16 to_bfloat16(float value) {
 
 // Normal numbers: exponent and mantissa move to their places in a float and the exponent's bias is corrected. Subnormal
 // ones are integers times 2^-24.
-inline __attribute__((always_inline)) float to_float(Half value) {
+FSDP_INLINE float to_float(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t exponent = value.bits & 0x7c00;
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
@@ -45,7 +47,7 @@ inline __attribute__((always_inline)) float to_float(Half value) {
 }
 
 // Three cases, each computed and one chosen: too big or NaN, subnormal (an addition rounds at the right place), normal.
-inline __attribute__((always_inline)) Half to_half(float value) {
+FSDP_INLINE Half to_half(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
@@ -60,10 +62,10 @@ inline __attribute__((always_inline)) Half to_half(float value) {
 template <typename Stored>
 struct Arithmetic {
   using Type = Stored;
-  static inline __attribute__((always_inline)) Type load(Stored value) {
+  static FSDP_INLINE Type load(Stored value) {
     return value;
   }
-  static inline __attribute__((always_inline)) Stored store(Type value) {
+  static FSDP_INLINE Stored store(Type value) {
     return value;
   }
 };
@@ -71,10 +73,10 @@ struct Arithmetic {
 template <>
 struct Arithmetic<BFloat16> {
   using Type = float;
-  static inline __attribute__((always_inline)) float load(BFloat16 value) {
+  static FSDP_INLINE float load(BFloat16 value) {
     return to_float(value);
   }
-  static inline __attribute__((always_inline)) BFloat16 store(float value) {
+  static FSDP_INLINE BFloat16 store(float value) {
     return to_bfloat16(value);
   }
 };
@@ -82,17 +84,17 @@ struct Arithmetic<BFloat16> {
 template <>
 struct Arithmetic<Half> {
   using Type = float;
-  static inline __attribute__((always_inline)) float load(Half value) {
+  static FSDP_INLINE float load(Half value) {
     return to_float(value);
   }
-  static inline __attribute__((always_inline)) Half store(float value) {
+  static FSDP_INLINE Half store(float value) {
     return to_half(value);
   }
 };
 
 struct Sum {
   template <typename T>
-  static inline __attribute__((always_inline)) T of(T a, T b) {
+  static FSDP_INLINE T of(T a, T b) {
     if constexpr (std::is_same_v<T, bool>) {
       return a || b;
     } else if constexpr (std::is_integral_v<T>) {
@@ -106,20 +108,20 @@ struct Sum {
 // A NaN on any rank is the result, as in torch.
 struct Max {
   template <typename T>
-  static inline __attribute__((always_inline)) T of(T a, T b) {
+  static FSDP_INLINE T of(T a, T b) {
     return (a < b || b != b) ? b : a;
   }
 };
 
 struct Min {
   template <typename T>
-  static inline __attribute__((always_inline)) T of(T a, T b) {
+  static FSDP_INLINE T of(T a, T b) {
     return (b < a || b != b) ? b : a;
   }
 };
 
 template <typename T>
-inline __attribute__((always_inline)) T divided(T value, double divisor) {
+FSDP_INLINE T divided(T value, double divisor) {
   if constexpr (std::is_floating_point_v<T>) {
     return value / static_cast<T>(divisor);
   } else {
@@ -129,7 +131,7 @@ inline __attribute__((always_inline)) T divided(T value, double divisor) {
 
 // One block: every source is read once, the sums stay in the cache.
 template <typename Stored, typename Operation>
-inline __attribute__((always_inline)) void reduce_block(const Reduction& reduction, int64_t begin, int64_t count) {
+FSDP_INLINE void reduce_block(const Reduction& reduction, int64_t begin, int64_t count) {
   using Number = typename Arithmetic<Stored>::Type;
   alignas(64) std::array<Number, kBlock> sums;
   const auto source = [&](int rank) { return static_cast<const Stored*>(reduction.sources[rank]) + begin; };
@@ -155,14 +157,14 @@ inline __attribute__((always_inline)) void reduce_block(const Reduction& reducti
 }
 
 template <typename Stored, typename Operation>
-inline __attribute__((always_inline)) void reduce_as(const Reduction& reduction) {
+FSDP_INLINE void reduce_as(const Reduction& reduction) {
   for (int64_t begin = 0; begin < reduction.count; begin += kBlock) {
     reduce_block<Stored, Operation>(reduction, begin, std::min(kBlock, reduction.count - begin));
   }
 }
 
 template <typename Stored>
-inline __attribute__((always_inline)) void reduce_by(const Reduction& reduction) {
+FSDP_INLINE void reduce_by(const Reduction& reduction) {
   switch (reduction.combine) {
     case Combine::kSum:
       return reduce_as<Stored, Sum>(reduction);
@@ -173,7 +175,7 @@ inline __attribute__((always_inline)) void reduce_by(const Reduction& reduction)
   }
 }
 
-inline __attribute__((always_inline)) void reduce_any(const Reduction& reduction) {
+FSDP_INLINE void reduce_any(const Reduction& reduction) {
   switch (reduction.number) {
     case Number::kFloat:
       return reduce_by<float>(reduction);

@@ -68,12 +68,12 @@ at::Tensor flat_view(const at::Tensor& dense) {
 Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
     : unit_(unit),
       bucket_(bucket),
-      name_(std::move(name)),
       layout_(std::move(layout)),
       rank_(bucket.shard_group().rank()),
       gathered_(original.scalar_type()),
       handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
       shown_(std::make_shared<ShardItself>(shard_)) {
+  set_name(std::move(name));
   InternalScope scope;
   if (original.is_meta()) {
     auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
@@ -85,6 +85,15 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
   }
   shard_ = piece_of(original.detach());
   shard_.set_requires_grad(original.requires_grad());
+}
+
+void Param::set_name(std::string name) {
+  name_ = std::move(name);
+  why_hollow_ = c10::str(
+      "[fsdp] raw access to the parameter '",
+      name_,
+      "', which is sharded at this moment: its memory is there while ",
+      "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params");
 }
 
 at::Tensor Param::piece_of(const at::Tensor& source) const {
@@ -203,13 +212,7 @@ void Param::set_part(size_t part, void* memory) {
   if (memory != nullptr || storage->nbytes() == 0) {
     fill_storage(*storage, memory);
   } else {
-    hollow_storage(
-        *storage,
-        c10::str(
-            "[fsdp] raw access to the parameter '",
-            name_,
-            "', which is sharded at this moment: its memory is there while ",
-            "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params"));
+    hollow_storage(*storage, why_hollow_);
   }
 }
 
@@ -295,9 +298,13 @@ void Param::watch(at::Tensor stored) {
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  gradient =
-      at::as_strided(gradient, layout_.shard_sizes(rank_), layout_.shard_strides(rank_), gradient.storage_offset());
-  gradient = gradient.to(shard_.options().requires_grad(false), /*non_blocking=*/false, /*copy=*/false);
+  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
+  if (gradient.sizes() != c10::IntArrayRef(sizes) || gradient.strides() != c10::IntArrayRef(strides)) {
+    gradient = at::as_strided(gradient, sizes, strides, gradient.storage_offset());
+  }
+  if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
+    gradient = gradient.to(shard_.device(), shard_.scalar_type());
+  }
   UserScope scope;
   shown_->give_gradient(std::move(gradient));
 }
@@ -353,7 +360,9 @@ void Param::note_checkpointed_use(int64_t segment) {
 void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
   at::Tensor arrived = handle.grad();
   handle.mutable_grad() = stand_in_;
-  arrived = arrived.detach();
+  if (arrived.requires_grad()) {
+    arrived = arrived.detach();
+  }
   if (arrived.layout() != c10::kStrided) {
     arrived = arrived.to_dense();
   }
@@ -366,7 +375,10 @@ void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
   if (gradient.defined()) {
     gradient.add_(arrived);
   } else {
-    gradient = arrived.to(unit_.reduce_dtype_of(*this));
+    gradient = std::move(arrived);
+    if (const auto dtype = unit_.reduce_dtype_of(*this); gradient.scalar_type() != dtype) {
+      gradient = gradient.to(dtype);
+    }
   }
   if (!in_checkpoint) {
     used_in_graph_ = false;

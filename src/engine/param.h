@@ -34,9 +34,7 @@ class Param {
   const std::string& name() const {
     return name_;
   }
-  void set_name(std::string name) {
-    name_ = std::move(name);
-  }
+  void set_name(std::string name);
   const layout::DimLayout& layout() const {
     return layout_;
   }
@@ -143,6 +141,7 @@ class Param {
   layout::DimLayout layout_;
   int rank_;
   c10::ScalarType gathered_;
+  std::string why_hollow_; // kept: putting it together takes longer than letting memory go
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
   struct HollowStorage {
     c10::StorageImpl* storage; // lives as long as any view of the handle: its tenant tells when it dies; then null

@@ -7,6 +7,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/stream.h"
+#include "base/tracing.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -38,6 +39,9 @@ int64_t aligned(int64_t numel, c10::ScalarType dtype) {
 
 // The gradient as the ranks' slices, one after another.
 at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
+  if (param.layout().in_place() && gradient.is_contiguous()) {
+    return gradient;
+  }
   return param.layout().in_place() ? at::as_strided(gradient, {gradient.numel()}, {1}) : param.layout().pack(gradient);
 }
 
@@ -46,7 +50,7 @@ at::Tensor take_gradient(Param& param, c10::ScalarType dtype, c10::Device device
   if (!gradient.defined()) {
     return at::zeros({param.layout().numel()}, at::TensorOptions().dtype(dtype).device(device));
   }
-  return as_slices(param, gradient.to(dtype));
+  return as_slices(param, gradient.scalar_type() == dtype ? gradient : gradient.to(dtype));
 }
 
 double divisor(const Unit& unit, const Bucket& bucket) {
@@ -104,6 +108,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   while (in_flight() >= max_in_flight_) {
     finish_oldest();
   }
+  const tracing::Span span("start reduction", unit.display_name());
   auto reduction = std::make_unique<Reduction>();
   reduction->unit = unit.shared_from_this();
   reduction->bucket = &bucket;
@@ -135,7 +140,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
     const Param& param = *reduction->params[i];
     const int64_t length = param.layout().length(param.rank());
     // Alone, the whole gradient is the slice: nothing is copied.
-    args.slices.push_back(alone ? args.wholes[i] : reduction->flat.narrow(0, offset, length));
+    args.slices.push_back(alone ? args.wholes[i] : at::as_strided(reduction->flat, {length}, {1}, offset));
     offset += aligned(length, dtype);
   }
   const bool all_reduced_later = bucket.replicate_group() != nullptr;
@@ -158,6 +163,7 @@ void Reducer::progress() {
 void Reducer::finish_oldest() {
   auto oldest = std::move(running_.front());
   running_.pop_front();
+  const tracing::Span span("finish reduction", oldest->unit->display_name());
   oldest->work->wait();
   oldest->work.reset();
   complete(*oldest);

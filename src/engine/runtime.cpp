@@ -7,9 +7,11 @@
 
 #include "base/callers_lock.h"
 #include "base/check.h"
+#include "base/tracing.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
+#include "engine/prediction.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -17,7 +19,9 @@ namespace fsdp::engine {
 Runtime::Runtime(c10::Device device)
     : device_(device),
       gather_stream_(new_stream(device, /*high_priority=*/true)),
-      reduce_stream_(new_stream(device, /*high_priority=*/true)) {}
+      reduce_stream_(new_stream(device, /*high_priority=*/true)) {
+  tracing::start_if_asked();
+}
 
 Runtime::~Runtime() = default;
 
@@ -80,6 +84,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   auto guard = lock();
   Schedule& schedule = schedule_for(phase); // before the scope below turns grad mode off
   InternalScope scope;
+  const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
   if (phase == Phase::kBackward) {
     begin_backward();
   }
@@ -168,9 +173,9 @@ void Runtime::write(Unit& unit, const Param& param) {
       "[write to parameter] '",
       param.name(),
       "' was written between the beginning of a forward and the end of its backward, where ",
-      "the graph still needs its old value. Write it before the forward or after the backward (after a forward without "
-      "backward, "
-      "call FSDPModule::reset_iter_state() on the root first, or run that forward under torch::NoGradGuard)");
+      "the graph still needs its old value. Write it before the forward or after the backward (after a forward ",
+      "without backward, call FSDPModule::reset_iter_state() on the root first, or run that forward under ",
+      "torch::NoGradGuard)");
   for (Unit* other : std::vector<Unit*>(unsharded_)) {
     if (other != &unit && other->is_private() && other->held == 0) {
       other->reshard();
@@ -307,8 +312,28 @@ void Runtime::unit_changed(Unit& unit, EventKind kind) {
 }
 
 void Runtime::notify(EventKind kind, const Unit* unit) {
+  if (!observer_ && !tracing::on()) {
+    return;
+  }
+  const Event event = make_event(kind, unit);
   if (observer_) {
-    observer_(make_event(kind, unit));
+    observer_(event);
+  }
+  if (tracing::on()) {
+    trace(event);
+  }
+}
+
+void Runtime::trace(const Event& event) {
+  const bool ends_step = event.kind == EventKind::kEndBackward;
+  if (ends_step || predicted_bytes_ == 0) {
+    std::vector<Unit*> living = units_;
+    std::erase(living, nullptr);
+    predicted_bytes_ = prediction::passing_bytes(living);
+  }
+  tracing::record_memory({event.whole_bytes, event.gradient_bytes, predicted_bytes_});
+  if (ends_step) {
+    tracing::flush();
   }
 }
 

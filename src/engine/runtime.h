@@ -117,6 +117,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void prefetch(Unit& unit, Phase phase, const Schedule& schedule);
   void reduce(Unit& unit);
   void notify(EventKind kind, const Unit* unit);
+  void trace(const Event& event);
   Event make_event(EventKind kind, const Unit* unit) const;
 
   std::recursive_mutex mutex_;
@@ -142,6 +143,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_last_backward_ = true;
   size_t prefetch_ = 1;
   Observer observer_;
+  int64_t predicted_bytes_ = 0; // for traces
 };
 
 } // namespace fsdp::engine

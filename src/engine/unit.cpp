@@ -7,6 +7,7 @@
 #include "base/callers_lock.h"
 #include "base/check.h"
 #include "base/format.h"
+#include "base/tracing.h"
 #include "comm/custom_group.h"
 #include "engine/extended_bucket.h"
 #include "engine/in_place_readers.h"
@@ -50,7 +51,8 @@ std::shared_ptr<Unit> Unit::create(UnitSpec spec) {
 }
 
 Unit::Unit(UnitSpec& spec)
-    : name_(spec.name), device_(spec.device), mesh_(spec.mesh), precision_(spec.precision), offload_(spec.offload) {
+    : device_(spec.device), mesh_(spec.mesh), precision_(spec.precision), offload_(spec.offload) {
+  set_name(spec.name);
   policy.reshard_after_forward = spec.reshard_after_forward.reshard();
   policy.reshard_to = spec.reshard_after_forward.ranks();
 }
@@ -118,8 +120,9 @@ void Unit::settle(Bucket& bucket, const char* operation) {
   }
 }
 
-std::string Unit::display_name() const {
-  return name_.empty() ? "(root)" : name_;
+void Unit::set_name(std::string name) {
+  name_ = std::move(name);
+  display_name_ = name_.empty() ? "(root)" : name_;
 }
 
 void Unit::join(std::shared_ptr<Runtime> runtime, int number) {
@@ -153,6 +156,7 @@ void Unit::unshard() {
   if (state_ != UnitState::kSharded) {
     return;
   }
+  const tracing::Span span("gather", display_name());
   settle_replaced_shards();
   for (const auto& bucket : buckets_) {
     if (!bucket->has_values()) {
@@ -175,6 +179,7 @@ void Unit::wait() {
   if (state_ != UnitState::kArriving) {
     return;
   }
+  const tracing::Span span("wait for parameters", display_name());
   for (auto& bucket : buckets_) {
     bucket->wait();
   }
@@ -188,6 +193,7 @@ void Unit::reshard(bool after_forward) {
     return;
   }
   wait();
+  const tracing::Span span("reshard", display_name());
   state_ = UnitState::kSharded;
   for (auto& bucket : buckets_) {
     in_place_readers::leave(*bucket->gather_group, *this);

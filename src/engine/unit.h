@@ -75,10 +75,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
     return name_;
   }
   /// For people: "(root)" where the name is empty.
-  std::string display_name() const;
-  void set_name(std::string name) {
-    name_ = std::move(name);
+  const std::string& display_name() const {
+    return display_name_;
   }
+  void set_name(std::string name);
   c10::Device device() const {
     return device_;
   }
@@ -211,6 +211,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void look_for_params_on_meta();
 
   std::string name_;
+  std::string display_name_;
   c10::Device device_;
   Mesh mesh_;
   MixedPrecisionPolicy precision_;

@@ -11,6 +11,7 @@
 #include <fsdp/fully_shard.h>
 
 #include "base/format.h"
+#include "engine/prediction.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
@@ -46,30 +47,6 @@ std::string policy_of(const Unit& unit) {
   return text + (unit.offloaded() ? ", offload" : "");
 }
 
-int64_t gradient_bytes(const Unit& unit) {
-  int64_t bytes = 0;
-  for (const auto& param : unit.params()) {
-    if (param->trainable()) {
-      const auto widest =
-          std::max(c10::elementSize(unit.reduce_dtype_of(*param)), c10::elementSize(param->gathered_dtype()));
-      bytes += param->layout().numel() * static_cast<int64_t>(widest);
-    }
-  }
-  return bytes;
-}
-
-// What this rank pays when the unit is whole.
-int64_t whole_bytes(const Unit& unit) {
-  int64_t bytes = 0;
-  for (const auto& param : unit.params()) {
-    Group& group = *param->bucket().gather_group;
-    const bool own_memory = !group.gathers_in_place() || !param->layout().in_place();
-    const bool cast = param->shard_dtype() != param->gathered_dtype();
-    bytes += own_memory ? param->gathered_bytes() : (cast ? param->gathered_bytes() / group.size() : 0);
-  }
-  return bytes;
-}
-
 UnitDescription describe_unit(const Unit& unit) {
   UnitDescription text;
   text.name = unit.display_name();
@@ -85,31 +62,15 @@ UnitDescription describe_unit(const Unit& unit) {
   return text;
 }
 
-int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {
-  std::sort(values.rbegin(), values.rend());
-  int64_t sum = 0;
-  for (size_t i = 0; i < std::min(count, values.size()); ++i) {
-    sum += values[i];
-  }
-  return sum;
-}
-
-// Shards and their gradients; units that stay whole; the one in use, the one before it and the one prefetched;
-// gradients arriving and in flight.
+// Shards, their gradients, and what comes and goes in a step.
 int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
-  std::vector<int64_t> passing, gradients;
-  int64_t staying = 0, shard_gradients = 0;
-  size_t in_flight = 2;
-  for (Unit* unit : units) {
-    (unit->reshards_after(engine::Phase::kForward) ? passing.emplace_back() : staying) += whole_bytes(*unit);
-    gradients.push_back(gradient_bytes(*unit));
-    in_flight = static_cast<size_t>(unit->runtime().reducer().max_in_flight());
+  int64_t shard_gradients = 0;
+  for (const Unit* unit : units) {
     for (const auto& param : unit->params()) {
       shard_gradients += param->trainable() ? static_cast<int64_t>(param->shard().nbytes()) : 0;
     }
   }
-  return bytes_shard + shard_gradients + staying + sum_of_largest(passing, 3) +
-         sum_of_largest(gradients, in_flight + 1);
+  return bytes_shard + shard_gradients + engine::prediction::passing_bytes(units);
 }
 
 std::vector<Unit*> units_of(const torch::nn::Module& module) {

@@ -38,9 +38,8 @@ void check_device(c10::Device device) {
       device.type() != c10::kPrivateUse1,
       "[fully_shard] the mesh is on '",
       device,
-      "', a device that joins LibTorch from outside (PrivateUse1): at::Tensor::set_data does not take tensors of it, "
-      "so ",
-      "its parameters cannot be sharded in place");
+      "', a device that joins LibTorch from outside (PrivateUse1): at::Tensor::set_data does not take tensors ",
+      "of it, so its parameters cannot be sharded in place");
 }
 
 void check_mesh(const Mesh& mesh) {

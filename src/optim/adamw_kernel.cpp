@@ -7,7 +7,7 @@
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
 
-#define FSDP_INLINE inline __attribute__((always_inline))
+#include "base/inline.h"
 
 namespace fsdp::optim {
 namespace {

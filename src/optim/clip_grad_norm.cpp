@@ -73,8 +73,20 @@ class Families {
   Families() : families_(1) {}
 
   void add(const at::Tensor& param) {
-    Family& family = is_sharded(param) ? sharded_family(sharded(param)) : families_[0];
-    const at::Tensor grad = is_sharded(param) ? sharded(param).grad() : param.grad();
+    if (is_sharded(param)) {
+      const ShardedTensor tensor = sharded(param);
+      add_gradient(tensor.grad(), family_of(tensor));
+    } else {
+      add_gradient(param.grad(), families_[0]);
+    }
+  }
+
+  const std::vector<Family>& all() const {
+    return families_;
+  }
+
+ private:
+  static void add_gradient(const at::Tensor& grad, Family& family) {
     if (!grad.defined() || grad.numel() == 0) {
       return;
     }
@@ -86,12 +98,7 @@ class Families {
     add_to(family.gradients, grad);
   }
 
-  const std::vector<Family>& all() const {
-    return families_;
-  }
-
- private:
-  Family& sharded_family(const ShardedTensor& tensor) {
+  Family& family_of(const ShardedTensor& tensor) {
     for (Family& family : families_) {
       if (family.holds(tensor)) {
         return family;

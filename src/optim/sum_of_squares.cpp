@@ -5,7 +5,7 @@
 
 #include <ATen/Parallel.h>
 
-#define FSDP_INLINE __attribute__((always_inline)) inline
+#include "base/inline.h"
 
 namespace fsdp::optim {
 namespace {

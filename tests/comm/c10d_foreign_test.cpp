@@ -23,13 +23,17 @@ using Gloo = c10d::ProcessGroupGloo;
 using Tensors = std::vector<at::Tensor>;
 using C10dWork = c10::intrusive_ptr<c10d::Work>;
 
-/// A backend of few words: no collective on single buffers, no all-to-all, no splitting. As some vendors' are.
+/// A backend of few words: no collective on single buffers, no all-to-all, no splitting, no options. As some vendors'
+/// are.
 class Sparse final : public c10d::Backend {
  public:
   explicit Sparse(c10::intrusive_ptr<Gloo> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
   const std::string getBackendName() const override {
     return "sparse";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return nullptr;
   }
   C10dWork allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
     return gloo_->allgather(outputs, inputs, options);

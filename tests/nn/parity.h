@@ -42,8 +42,6 @@ struct Trial {
   int steps = 3;
   bool shard_parts = true;
   /// Rounds a reference gradient or parameter as the tested precision would; only then are bounds needed.
-  double relative_bound = 0; ///< 0: bit for bit
-  double absolute_bound = 0;
   /// Called with the sharded root before training.
   std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
   std::function<void(Subject&, FSDPModule&, int step)> before_step = nullptr;
@@ -183,21 +181,14 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
   return reference;
 }
 
-inline void expect_same(at::Tensor got, const at::Tensor& wanted, const Trial& trial, const std::string& what) {
+inline void expect_same(at::Tensor got, const at::Tensor& wanted, const std::string& what) {
   ASSERT_EQ(got.defined(), wanted.defined()) << what;
   if (!wanted.defined()) {
     return;
   }
   got = got.cpu();
   ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
-  if (trial.relative_bound == 0) {
-    EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
-  } else {
-    EXPECT_TRUE(
-        torch::allclose(got.to(torch::kFloat), wanted.to(torch::kFloat), trial.relative_bound, trial.absolute_bound))
-        << what << " differs by " << (got - wanted).abs().max().item<double>() << " where the largest value is "
-        << wanted.abs().max().item<double>();
-  }
+  EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
 }
 
 /// The calling rank's, of all steps.
@@ -206,11 +197,7 @@ inline void expect_losses(const std::vector<at::Tensor>& losses, const Reference
   for (int i = 0; i < static_cast<int>(losses.size()); ++i) {
     const int step = i / backwards, micro = i % backwards;
     const float got = losses[i].item<float>(), wanted = reference.losses[step][rank() * backwards + micro];
-    if (trial.relative_bound == 0) {
-      ASSERT_EQ(got, wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
-    } else {
-      ASSERT_NEAR(got, wanted, std::abs(wanted) * trial.relative_bound + trial.absolute_bound);
-    }
+    ASSERT_EQ(got, wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
   }
 }
 
@@ -253,8 +240,8 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   for (const auto& [name, shard] : named_parameters(*subject.module)) {
     ASSERT_TRUE(is_sharded(shard)) << name;
     const auto whole = sharded(shard);
-    expect_same(whole.full_grad(), reference.gradients.at(name), trial, "gradient of " + name);
-    expect_same(whole.full_tensor(), reference.parameters.at(name), trial, "parameter " + name);
+    expect_same(whole.full_grad(), reference.gradients.at(name), "gradient of " + name);
+    expect_same(whole.full_tensor(), reference.parameters.at(name), "parameter " + name);
   }
 }
 

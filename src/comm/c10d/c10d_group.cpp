@@ -32,10 +32,12 @@ Channel::Options channel_options(const C10dOptions& options) {
 
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   try {
-    return group.getDefaultBackend()->getBackendOptions()->timeout;
-  } catch (const c10::Error&) {
-    return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout); // the backend does not say
+    if (const auto options = group.getDefaultBackend()->getBackendOptions()) {
+      return options->timeout;
+    }
+  } catch (const c10::Error&) { // the backend does not say
   }
+  return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
 }
 
 at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device device) {

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/format.h"
 #include "base/log.h"
+#include "base/tracing.h"
 #include "comm/c10d/order_check.h"
 
 namespace fsdp::adapter {
@@ -182,6 +183,7 @@ void Channel::wait(c10d::Work& work, const CollectiveId& id, c10::Device device)
 }
 
 void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
+  const tracing::Span span("wait for collective", id.label.unit);
   const auto deadline = Clock::now() + timeout_ + std::min(kMostGrace, timeout_ / 2);
   const auto longest = std::min(kSlice, timeout_ / 4);
   while (true) {

@@ -9,6 +9,7 @@
 
 #include <fsdp/group.h>
 
+#include "base/tracing.h"
 #include "comm/shm/control.h"
 #include "comm/shm/segment.h"
 
@@ -83,11 +84,15 @@ class Members {
   /// Waits until `ready`, which depends on what rank `peer` publishes.
   template <typename Ready>
   void await(int peer, const Label& label, const Ready& ready) {
+    if (ready()) {
+      return;
+    }
+    const tracing::Span span("wait for rank", label.unit, peer);
     for (int i = 0; i < spins_; ++i) {
+      relax_core();
       if (ready()) {
         return;
       }
-      relax_core();
     }
     await_asleep(peer, label, ready);
   }

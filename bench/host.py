@@ -1,0 +1,58 @@
+"""What the host does around the computing, in Python: the units of bench/host.cpp, sharded by PyTorch or libfsdp."""
+
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from serve import serve
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WIDTH = 16
+
+
+def make_units(units: int, linears: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(linears))) for _ in range(units)))
+
+
+def shard(model: nn.Sequential, world: int, contender: str) -> None:
+    if contender == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+    else:
+        from libfsdp import fully_shard
+    mesh = init_device_mesh("cpu", (world,))
+    for unit in model:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+def time_step(model: nn.Module, x: torch.Tensor) -> float:
+    start = time.perf_counter()
+    model(x).sum().backward()
+    seconds = time.perf_counter() - start
+    for parameter in model.parameters():
+        parameter.grad = None
+    return seconds
+
+
+def per_unit(request: dict) -> list[float]:
+    """Seconds of forward and backward for each unit, without those that the layers themselves take."""
+    units, linears, world = request["units"], request["linears"], request["world"]
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    sharded, plain = make_units(units, linears), make_units(units, linears)
+    shard(sharded, world, sys.argv[1])
+    x = torch.randn(4, WIDTH)
+    extra = []
+    for i in range(-3, request["repeats"]):
+        seconds = time_step(sharded, x) - time_step(plain, x)
+        if i >= 0:
+            extra.append(seconds / units)
+    dist.destroy_process_group()
+    return extra
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve({"per_unit": per_unit})

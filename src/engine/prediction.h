@@ -1,0 +1,18 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace fsdp::engine {
+
+class Unit;
+
+/// What the design promises about memory, before any step has run. Bytes on this rank.
+namespace prediction {
+
+/// The most that whole units and whole gradients together take at any time of a step: the units that stay whole; the
+/// one in use, the one before it and the one prefetched; gradients arriving and in flight.
+int64_t passing_bytes(const std::vector<Unit*>& units);
+
+} // namespace prediction
+} // namespace fsdp::engine
