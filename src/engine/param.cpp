@@ -68,17 +68,12 @@ at::Tensor flat_view(const at::Tensor& dense) {
 Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
     : unit_(unit),
       bucket_(bucket),
-      name_(std::move(name)),
       layout_(std::move(layout)),
       rank_(bucket.shard_group().rank()),
       gathered_(original.scalar_type()),
-      why_hollow_(c10::str(
-          "[fsdp] raw access to the parameter '",
-          name_,
-          "', which is sharded at this moment: its memory is there while ",
-          "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params")),
       handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
       shown_(std::make_shared<ShardItself>(shard_)) {
+  set_name(std::move(name));
   InternalScope scope;
   if (original.is_meta()) {
     auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
@@ -90,6 +85,15 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
   }
   shard_ = piece_of(original.detach());
   shard_.set_requires_grad(original.requires_grad());
+}
+
+void Param::set_name(std::string name) {
+  name_ = std::move(name);
+  why_hollow_ = c10::str(
+      "[fsdp] raw access to the parameter '",
+      name_,
+      "', which is sharded at this moment: its memory is there while ",
+      "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params");
 }
 
 at::Tensor Param::piece_of(const at::Tensor& source) const {

@@ -34,9 +34,7 @@ class Param {
   const std::string& name() const {
     return name_;
   }
-  void set_name(std::string name) {
-    name_ = std::move(name);
-  }
+  void set_name(std::string name);
   const layout::DimLayout& layout() const {
     return layout_;
   }
