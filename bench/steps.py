@@ -68,6 +68,7 @@ def scenarios() -> list[Scenario]:
             ),
             rounds=7,
         ),
+        Scenario("step_34m_1rank", **MIDDLE, ranks=1, rounds=7, compared=(("_vs_compute", "compute", 1.03),)),
         Scenario("step_117m_4ranks", **BIG, ranks=4, rounds=3, compared=(("_vs_fsdp2", "fsdp2", 3.0),)),
         Scenario("step_117m_bf16", **BIG, param_dtype="bfloat16", rounds=3, compared=(("_vs_fsdp2", "fsdp2", 2.5),)),
         Scenario("step_117m_accumulate4", **BIG, accumulate=4, rounds=3, compared=(("_vs_fsdp2", "fsdp2", None),)),

@@ -39,7 +39,7 @@ int64_t aligned(int64_t numel, c10::ScalarType dtype) {
 
 // The gradient as the ranks' slices, one after another.
 at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
-  if (param.layout().in_place() && gradient.is_contiguous()) {
+  if (gradient.dim() == 1 && param.layout().in_place()) {
     return gradient;
   }
   return param.layout().in_place() ? at::as_strided(gradient, {gradient.numel()}, {1}) : param.layout().pack(gradient);
