@@ -13,6 +13,8 @@ from team import Failed, Team
 
 LOSSES_AGREE = 1e-4
 STEPS_OF_TOKENS = 16
+CEILINGS = ("compute", "ours")
+"""What ours should hardly take longer than; all others should take several times as long as ours."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +76,7 @@ def scenarios() -> list[Scenario]:
         Scenario("step_117m_accumulate4", **BIG, accumulate=4, rounds=3, compared=(("_vs_fsdp2", "fsdp2", None),)),
         Scenario("step_117m_offload", **BIG, offload=True, rounds=3, compared=(("_vs_fsdp2", "fsdp2", None),)),
         Scenario("small_step", **SMALL, rounds=9, compared=(("", "fsdp2", 4.0),)),
+        Scenario("trace_on_overhead", **SMALL, ours="traced", rounds=15, compared=(("", "ours", 1.05),)),
         Scenario("step_117m", **BIG, ours="python", compared=(("_vs_fsdp2", "fsdp2", 3.5),)),
         Scenario("step_34m", **MIDDLE, ours="python", rounds=7, compared=(("_vs_fsdp2", "fsdp2", 2.4),)),
         Scenario("small_step", **SMALL, ours="python", rounds=9, compared=(("_vs_fsdp2", "fsdp2", 5.0),)),
@@ -110,13 +113,14 @@ class Work:
 
     def team(self, contender: str, build: pathlib.Path) -> Team:
         worker = pathlib.Path(__file__).with_name("step.py")
-        compiled = contender in ("ours", "compute")
+        compiled = contender in ("ours", "traced", "compute")
         command = [str(build / "bin" / "bench_step")] if compiled else [sys.executable, str(worker)]
         fields = ("width", "layers", "sequence", "param_dtype", "offload", "ranks")
         task = {field: getattr(self.scenario, field) for field in fields}
-        task |= {"contender": contender, "weights": str(self.weights), "tokens": str(self.tokens)}
+        environment = {"FSDP_TRACE": self.weights.with_name("trace.json")} if contender == "traced" else {}
+        task |= {"contender": "ours" if contender == "traced" else contender, "weights": str(self.weights), "tokens": str(self.tokens)}
         task |= {"tokens_shape": self.shape}
-        return Team(command, [{**task, "rank": rank} for rank in range(self.scenario.ranks)])
+        return Team(command, [{**task, "rank": rank} for rank in range(self.scenario.ranks)], environment)
 
 
 def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator:
@@ -134,7 +138,7 @@ def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Pa
             teams[contender].ask("start")
         seconds = take_turns(teams, scenario, say) if compared else {}
         for suffix, contender, target in compared:
-            compare = rows.at_most if contender == "compute" else rows.times_better
+            compare = rows.at_most if contender in CEILINGS else rows.times_better
             milliseconds = [[1e3 * second for second in seconds[name]] for name in (scenario.ours, contender)]
             yield compare(scenario.row_name(suffix), "ms/step", *milliseconds, target)
         if with_memory:
