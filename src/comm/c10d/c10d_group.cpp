@@ -160,6 +160,8 @@ ProcessGroupPtr C10dGroup::split_process_group(const std::vector<int>& members, 
     return options_.make_process_group(store, static_cast<int>(index), static_cast<int>(members.size()));
   }
   try {
+    // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
+    FSDP_CHECK(parent->getDefaultBackend()->supportsSplitting(), "its backend does not support splitting");
     return parent->splitGroup(
         members,
         options_.timeout,
