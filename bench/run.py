@@ -1,6 +1,6 @@
 """Measures libfsdp beside PyTorch, on this machine, in one run, in turns.
 
-    make bench                         # everything, about 15 minutes on two cores
+    make bench                         # everything, 15 to 20 minutes on two cores
     make bench ONLY=step_34m           # the rows whose names contain this
 """
 

@@ -32,7 +32,7 @@ class Scenario:
     param_dtype: str = ""
     accumulate: int = 1
     offload: bool = False
-    rounds: int = 5
+    rounds: int = 4
     memory: bool = False
 
     def row_name(self, suffix: str) -> str:
@@ -71,10 +71,10 @@ def scenarios() -> list[Scenario]:
             rounds=7,
         ),
         Scenario("step_34m_1rank", **MIDDLE, ranks=1, rounds=7, compared=(("_vs_compute", "compute", 1.03),)),
-        Scenario("step_117m_4ranks", **BIG, ranks=4, rounds=3, compared=(("_vs_fsdp2", "fsdp2", 3.0),)),
-        Scenario("step_117m_bf16", **BIG, param_dtype="bfloat16", rounds=3, compared=(("_vs_fsdp2", "fsdp2", 2.5),)),
-        Scenario("step_117m_accumulate4", **BIG, accumulate=4, rounds=3, compared=(("_vs_fsdp2", "fsdp2", None),)),
-        Scenario("step_117m_offload", **BIG, offload=True, rounds=3, compared=(("_vs_fsdp2", "fsdp2", None),)),
+        Scenario("step_117m_4ranks", **BIG, ranks=4, rounds=2, compared=(("_vs_fsdp2", "fsdp2", 3.0),)),
+        Scenario("step_117m_bf16", **BIG, param_dtype="bfloat16", rounds=2, compared=(("_vs_fsdp2", "fsdp2", 2.5),)),
+        Scenario("step_117m_accumulate4", **BIG, accumulate=4, rounds=2, compared=(("_vs_fsdp2", "fsdp2", None),)),
+        Scenario("step_117m_offload", **BIG, offload=True, rounds=2, compared=(("_vs_fsdp2", "fsdp2", None),)),
         Scenario("small_step", **SMALL, rounds=9, compared=(("", "fsdp2", 4.0),)),
         Scenario("trace_on_overhead", **SMALL, ours="traced", rounds=15, compared=(("", "ours", 1.05),)),
         Scenario("step_117m", **BIG, ours="python", compared=(("_vs_fsdp2", "fsdp2", 3.5),)),
