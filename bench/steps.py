@@ -42,8 +42,8 @@ class Scenario:
 
 BIG = {"width": 1024, "layers": 8, "batch": 1}
 MIDDLE = {"width": 512, "layers": 8, "batch": 2}
-SMALL = {"width": 128, "layers": 12, "batch": 1}
-"""5 M parameters: 8192 x 128 twice, and 12 blocks of 0.2 M."""
+SMALL = {"width": 128, "layers": 15, "batch": 1}
+"""5.1 M parameters: 8192 x 128 twice, and 15 blocks of 0.2 M."""
 
 
 def scenarios() -> list[Scenario]:
