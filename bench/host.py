@@ -5,16 +5,11 @@ import time
 
 import torch
 import torch.distributed as dist
+from linear_units import WIDTH, make_units
 from serve import serve
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-WIDTH = 16
-
-
-def make_units(units: int, linears: int) -> nn.Sequential:
-    return nn.Sequential(*(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(linears))) for _ in range(units)))
 
 
 def shard(model: nn.Sequential, world: int, contender: str) -> None:

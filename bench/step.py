@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, load_weights
+from linear_units import make_units
 from serve import serve
 from torch import nn
 
@@ -100,7 +101,7 @@ class Worker:
 
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        model = nn.Sequential(*(nn.Sequential(*(nn.Linear(16, 16) for _ in range(10))) for _ in range(50)))
+        model = make_units(units=50, linears=10)
         dist.barrier()
         start = time.perf_counter()
         for unit in model:

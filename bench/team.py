@@ -84,18 +84,13 @@ class Team:
 
     def ask(self, do: str, **arguments) -> list:
         """Every rank's answer."""
-        self.tell(do, **arguments)
-        return self._replies()
-
-    def tell(self, do: str, **arguments) -> None:
         for worker in self.workers:
             worker.send({"do": do, **arguments})
+        return self._replies()
 
     def _replies(self) -> list:
         deadline = time.monotonic() + TIMEOUT_SECONDS
         return [worker.reply(deadline) for worker in self.workers]
-
-    answers = _replies
 
     def pids(self) -> list[int]:
         return [worker.process.pid for worker in self.workers]

@@ -15,7 +15,7 @@ enum class Level { kError, kWarn, kInfo, kDebug };
 void set_level(Level level);
 bool enabled(Level level);
 
-/// This process's rank, for the prefix. Before the call, lines have no rank.
+/// This process's rank, for the prefix. Before the call, what RANK says.
 void set_rank(int rank);
 /// The calling thread's rank, else the process's, else what RANK says; -1 if nothing does.
 int rank();

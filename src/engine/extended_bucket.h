@@ -1,6 +1,7 @@
 #pragma once
 
-#include <map>
+#include <memory>
+#include <vector>
 
 #include <fsdp/gather_extension.h>
 
