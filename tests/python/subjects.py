@@ -17,6 +17,25 @@ def mlp():
     return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 9), nn.GELU()), nn.Linear(9, 3))
 
 
+def even():
+    """As `mlp`, with rows that two ranks share evenly."""
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 12), nn.GELU()), nn.Linear(12, 4))
+
+
+def shard_with(shard, model, **options):
+    for block in (model[0], model[2], model):
+        shard(block, **options)
+    return model
+
+
+def is_sharded(parameter):
+    return isinstance(parameter, DTensor)
+
+
+def loss_of(model, batch):
+    return model(batch).float().pow(2).mean()
+
+
 def rows(step, *shape):
     """The batch of all ranks at a step; the same everywhere."""
     return torch.randn(BATCH * dist.get_world_size(), *shape, generator=torch.Generator().manual_seed(100 + step))

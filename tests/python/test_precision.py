@@ -1,0 +1,128 @@
+"""Precision: what is cast, and when."""
+
+import contextlib
+import copy
+
+import torch
+from torch import nn
+from torch.distributed import fsdp as torch_fsdp
+from torch.utils.checkpoint import checkpoint
+
+from harness import on_ranks
+from libfsdp import MixedPrecisionPolicy, fully_shard
+from subjects import loss_of, mine, mlp, rows, seeded, whole
+
+
+@on_ranks(2)
+def test_reduce_dtype_after_a_first_forward_with_everything_frozen():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    seen = []
+    model = seeded(mlp)
+    model.index = nn.Parameter(torch.arange(4), requires_grad=False)
+    fully_shard(model, mp_policy=policy)
+    model.set_all_reduce_hook(lambda gradient: seen.append(gradient.dtype))
+    model.requires_grad_(False)
+    model(mine(rows(0, 5)))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != "index")
+    loss_of(model, mine(rows(0, 5))).backward()
+    assert set(seen) == {torch.float32}
+    assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if n != "index")
+
+
+@on_ranks(2)
+def test_unsynchronized_gradients_add_in_the_reduce_dtype():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = fully_shard(nn.Linear(1, 1, bias=False), mp_policy=policy)
+    for i, x in enumerate((256.0, 1.0, 1.0)):  # in bfloat16 the ones would get lost
+        model.set_requires_gradient_sync(i == 2)
+        model(torch.full((1, 1), x)).sum().backward()
+    assert whole(next(model.parameters()).grad).item() == 258.0
+
+
+@on_ranks(2)
+def test_the_given_reduce_dtype_outlives_a_conversion():
+    model = seeded(mlp).bfloat16()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    model.to(torch.float32)
+    seen = []
+    model.set_all_reduce_hook(lambda gradient: seen.append(gradient.dtype))
+    loss_of(model, mine(rows(0, 5))).backward()
+    assert set(seen) == {torch.bfloat16} and next(model.parameters()).grad.dtype == torch.float32
+
+
+class TwoInputs(nn.Module):
+    """The second is made on the way."""
+
+    def __init__(self, factory=lambda x: torch.ones_like(x, dtype=torch.float32)):
+        super().__init__()
+        self.outer, self.inner, self.seen = nn.Linear(4, 4), Inner(), factory
+
+    def forward(self, x):
+        return self.inner(self.outer(x), self.seen(x))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, other):
+        self.dtypes = x.dtype, other.dtype
+        return self.linear(x) + other
+
+
+@on_ranks(2, comm=("shm",))
+def test_inputs_are_cast_where_the_module_says_so():
+    low = torch.float16
+    for cast in (True, False):
+        for shard in (fully_shard, torch_fsdp.fully_shard):
+            model = TwoInputs()
+            shard(model.inner, mp_policy=MixedPrecisionPolicy(param_dtype=low, cast_forward_inputs=cast))
+            shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=low))
+            with contextlib.nullcontext():
+                model(torch.rand(2, 4))
+            assert model.inner.dtypes == (low, low if cast else torch.float32), (cast, shard)
+        alone = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        fully_shard(
+            alone[1], mp_policy=MixedPrecisionPolicy(param_dtype=low, output_dtype=torch.float32, cast_forward_inputs=True)
+        )
+        fully_shard(alone)
+        assert alone(torch.rand(2, 4)).dtype == torch.float32
+
+
+@on_ranks(2, comm=("shm",))
+def test_casts_are_repeated_in_a_recomputation():
+    seen = []
+
+    class Watches(nn.Linear):
+        def forward(self, x):
+            seen.append(x.dtype)
+            return super().forward(x)
+
+    model = nn.Sequential(Watches(4, 4), Watches(4, 4))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model)
+    out = checkpoint(model, torch.rand(2, 4), use_reentrant=False, early_stop=False)
+    out.sum().backward()
+    assert out.dtype == torch.float32 and seen == [torch.bfloat16] * 4
+
+
+@on_ranks(2, comm=("shm",))
+def test_norms_in_low_precision():
+    for dtype in (torch.bfloat16, torch.float16):
+        layer_norm = nn.LayerNorm(4)
+        for norm, shape in ((layer_norm, (2, 4)), (nn.BatchNorm1d(4), (3, 4)), (nn.BatchNorm2d(4), (2, 4, 3, 3))):
+            gradients = []
+            for shard in (fully_shard, torch_fsdp.fully_shard):
+                model = nn.Sequential(copy.deepcopy(norm))
+                shard(model[0], mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+                shard(model)
+                try:
+                    model(torch.rand(shape)).sum().backward()
+                    gradients.append([p.grad.dtype for p in model.parameters()])
+                except RuntimeError as error:  # running statistics keep full precision, which not every kernel takes
+                    gradients.append(str(error))
+            assert gradients[0] == gradients[1] and (gradients[0] == [torch.float32] * 2 or norm is not layer_norm)
