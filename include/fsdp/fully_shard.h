@@ -87,7 +87,8 @@ class FSDP_API FSDPModule {
   void set_separate_reduce_scatter_group(bool enable = true, bool recurse = true);
   /// false: backward does not prefetch this unit (an embedding's backward needs no weight).
   void set_unshard_in_backward(bool unshard_in_backward);
-  /// Staging buffers come from the process group's allocator, if it has one.
+  /// Buffers for collectives come from the process group's backend, if it has memory of its own (NCCL), for all units
+  /// that share the group.
   void set_allocate_memory_from_process_group_for_comm(bool enable);
 
   /// "blocks.3", relative to the root; "" for a root.

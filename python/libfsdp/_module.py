@@ -157,7 +157,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
         self._get_fsdp_state().unit.set_unshard_in_backward(unshard_in_backward)
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Staging buffers come from the process group's allocator, if it has one."""
+        """Buffers for collectives come from the process group's backend, if it has memory of its own (NCCL), for all modules
+        that share the group."""
         try:
             self._get_fsdp_state().unit.set_allocate_memory_from_process_group_for_comm(enable)
         except _C.Error as error:

@@ -8,6 +8,7 @@
 #include "base/check.h"
 #include "base/format.h"
 #include "base/tracing.h"
+#include "comm/c10d/factory.h"
 #include "comm/custom_group.h"
 #include "engine/extended_bucket.h"
 #include "engine/in_place_readers.h"
@@ -250,6 +251,13 @@ void Unit::separate_reductions(bool separate) {
   for (auto& bucket : buckets_) {
     auto group = bucket->shared_shard_group();
     bucket->reduce_group = separate ? group->split(/*color=*/0, label("set_separate_reduce_scatter_group")) : group;
+  }
+}
+
+void Unit::use_backend_memory(bool enable) {
+  for (auto& bucket : buckets_) {
+    set_backend_memory(*bucket->gather_group, enable);
+    set_backend_memory(*bucket->reduce_group, enable);
   }
 }
 

@@ -51,7 +51,6 @@ struct UnitPolicy {
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
   bool prefetch_in_backward = true;
-  bool memory_from_process_group = false;
   std::optional<double> divide_factor;
   std::vector<std::weak_ptr<Unit>> forward_prefetch;
   std::vector<std::weak_ptr<Unit>> backward_prefetch;
@@ -155,6 +154,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void reduce_through(CollectiveFn reduce_scatter);
   /// Reductions use a communicator of their own, or the one that gathers use. Collective.
   void separate_reductions(bool separate);
+  /// Buffers of the unit's groups lie in memory of their backends, where these have any to give.
+  void use_backend_memory(bool enable);
   bool has_other_gather_group() const;
 
   // -- shards

@@ -177,7 +177,7 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
       "[set_allocate_memory_from_process_group_for_comm] this unit has collectives of its own, which bring their own "
       "memory: ",
       "use one or the other");
-  unit_->policy.memory_from_process_group = enable;
+  unit_->use_backend_memory(enable);
 }
 
 const std::string& FSDPModule::name() const {

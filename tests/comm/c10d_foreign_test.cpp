@@ -9,6 +9,7 @@
 
 #include <fsdp/mesh.h>
 
+#include "comm/c10d/factory.h"
 #include "comm/conformance.h"
 #include "comm/launcher.h"
 #include "comm/rendezvous.h"
@@ -47,6 +48,14 @@ class Sparse final : public c10d::Backend {
   C10dWork barrier(const c10d::BarrierOptions& options) override {
     return gloo_->barrier(options);
   }
+  bool supportsTensorAlloc(c10::DeviceIndex) override {
+    return true;
+  }
+  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
+    ++allocated;
+    return at::empty({size}, options);
+  }
+  inline static int allocated = 0; ///< tensors in memory of its own
 
  private:
   c10::intrusive_ptr<Gloo> gloo_;
@@ -124,6 +133,33 @@ TEST(C10dForeign, AGlooGroupMadeElsewhereWorks) {
 TEST(C10dForeign, ABackendOfFewCollectivesWorks) {
   run_foreign(
       3, [](const GroupPointer& group) { gather_and_reduce(group); }, kSparse);
+}
+
+TEST(C10dForeign, BuffersComeFromTheBackendWhereThatIsWanted) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        gather_and_reduce(group);
+        EXPECT_EQ(Sparse::allocated, 0);
+        set_backend_memory(*group, true);
+        gather_and_reduce(group);
+        EXPECT_GT(Sparse::allocated, 0);
+        set_backend_memory(*group, false);
+        const int before = Sparse::allocated;
+        gather_and_reduce(group);
+        EXPECT_EQ(Sparse::allocated, before);
+      },
+      kSparse);
+}
+
+TEST(C10dForeign, BackendsWithoutMemoryOfTheirOwnUseLibTorchs) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        set_backend_memory(*group, true);
+        gather_and_reduce(group);
+      },
+      kAsItIs);
 }
 
 TEST(C10dForeign, AGroupThatCanSplitIsSplit) {

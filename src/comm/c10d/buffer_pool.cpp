@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace fsdp::adapter {
 namespace {
@@ -12,6 +13,16 @@ constexpr size_t kIdleBuffers = 8;
 
 bool fits(const at::Tensor& buffer, int64_t bytes) {
   return buffer.numel() >= bytes && buffer.numel() <= 2 * bytes;
+}
+
+/// Null if the group's backend for `device` leaves allocation to LibTorch, or if it has none.
+c10::intrusive_ptr<c10d::Backend> allocating_backend(c10d::ProcessGroup& process_group, c10::Device device) {
+  try {
+    auto backend = process_group.getBackend(device.type());
+    return backend->supportsTensorAlloc(device.index()) ? backend : nullptr;
+  } catch (const c10::Error&) {
+    return nullptr;
+  }
 }
 
 } // namespace
@@ -29,7 +40,13 @@ at::Tensor BufferPool::take(int64_t bytes, c10::Device device) {
       freed += idle_.front().numel();
     }
   }
-  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).device(device));
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  if (process_group_) {
+    if (const auto backend = allocating_backend(*process_group_, device)) {
+      return backend->allocateTensor(bytes, options);
+    }
+  }
+  return at::empty({bytes}, options);
 }
 
 void BufferPool::give_back(at::Tensor buffer) {
@@ -40,6 +57,11 @@ void BufferPool::give_back(at::Tensor buffer) {
   if (idle_.size() > kIdleBuffers) {
     idle_.pop_front();
   }
+}
+
+void BufferPool::set_backend(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
+  process_group_ = std::move(process_group);
+  clear();
 }
 
 } // namespace fsdp::adapter

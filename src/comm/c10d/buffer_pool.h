@@ -5,6 +5,10 @@
 
 #include <ATen/core/Tensor.h>
 
+namespace c10d {
+class ProcessGroup;
+}
+
 namespace fsdp::adapter {
 
 /// Byte buffers on the host that are used again and again, because fresh memory costs a page fault every 4 KiB. Device
@@ -17,9 +21,12 @@ class BufferPool {
   void clear() {
     idle_.clear();
   }
+  /// New buffers are memory of this group's backend, where that has its own; null: LibTorch's.
+  void set_backend(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
 
  private:
   std::deque<at::Tensor> idle_; // oldest first
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
 };
 
 } // namespace fsdp::adapter

@@ -78,6 +78,12 @@ void set_check_order(Group& group, bool check) {
   }
 }
 
+void set_backend_memory(Group& group, bool enable) {
+  if (auto* c10d = dynamic_cast<C10dGroup*>(&group)) {
+    c10d->set_backend_memory(enable);
+  }
+}
+
 std::optional<c10::Device> c10d_device(const Group& group) {
   const auto* c10d = dynamic_cast<const C10dGroup*>(&group);
   return c10d ? std::optional(c10d->device()) : std::nullopt;
@@ -86,7 +92,9 @@ std::optional<c10::Device> c10d_device(const Group& group) {
 C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
     : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
       channel_(std::make_shared<Channel>(process_group, channel_options(options))),
-      options_(options) {}
+      options_(options) {
+  channel_->pool().set_backend(options.backend_memory ? process_group : nullptr);
+}
 
 std::shared_ptr<Home> C10dGroup::make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
   channel_->require_device(options.device, label);
@@ -178,6 +186,11 @@ ProcessGroupPtr C10dGroup::split_process_group(const std::vector<int>& members, 
         adapter::message_of(error),
         "; make one process group per mesh dimension and use Mesh::from_groups");
   }
+}
+
+void C10dGroup::set_backend_memory(bool enable) {
+  options_.backend_memory = enable;
+  channel_->pool().set_backend(enable ? channel_->process_group() : nullptr);
 }
 
 void C10dGroup::abort(const std::string& reason) {

@@ -31,6 +31,7 @@ class C10dGroup final : public Group {
   void set_check_order(bool check) {
     channel_->set_check_order(check);
   }
+  void set_backend_memory(bool enable);
   c10::Device device() const {
     return adapter::training_device(*channel_->process_group());
   }

@@ -26,12 +26,17 @@ struct C10dOptions {
   std::optional<bool> check_order = std::nullopt;
   /// Makes the groups that `split` returns; without it the backend has to know how to split itself.
   MakeProcessGroup make_process_group = nullptr;
+  /// Buffers for collectives lie in memory of the backend, if it has any to give (NCCL: registered with the network).
+  bool backend_memory = false;
 };
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);
 
 /// Turns the order check on or off, on all ranks of the group; nothing for groups that are not c10d's.
 void set_check_order(Group& group, bool check);
+
+/// Sets C10dOptions::backend_memory for all buffers to come; nothing for groups that are not c10d's.
+void set_backend_memory(Group& group, bool enable);
 
 /// The device whose tensors the group moves, if it is one of c10d's.
 std::optional<c10::Device> c10d_device(const Group& group);
