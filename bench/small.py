@@ -83,6 +83,27 @@ def compare_collectives(mebibytes: int, ours: list[dict], gloo: list[dict]) -> I
         yield rows.at_most("reduce_64MiB_vs_memcpy", "ms", reduced, copied, 1.5)
 
 
+def trace_off(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]:
+    """A step beside what it would take without the spans that record nothing: as many as a traced step records."""
+    scenario = steps.Scenario("trace_off", **steps.SMALL, compared=())
+    work = steps.Work(scenario, scratch)
+    say("tracing that is off: spans of a step")
+    with work.team("traced", build).ready() as team:
+        team.ask("start")
+        events = []
+        for count in (4, 8):  # after the first step, which learns the schedule
+            team.ask("steps", count=count)
+            events.append(work.trace.with_name("trace.rank0.json").read_text().count('"ph":"'))
+        a_step = (events[1] - events[0]) / 8
+    with Team([str(build / "bin" / "bench_span")], [{}]).ready() as spans, work.team("ours", build).ready() as team:
+        team.ask("start")
+        team.ask("steps", count=2)
+        with_spans = [MILLISECONDS * max(answer["seconds"] for answer in team.ask("steps", count=4)) for _ in range(5)]
+        cost = [MILLISECONDS * a_step * spans.ask("span")[0] for _ in range(5)]
+    without = [milliseconds - spent for milliseconds, spent in zip(with_spans, cost, strict=True)]
+    yield rows.at_most("trace_off_overhead", "ms/step", with_spans, without, 1.01)
+
+
 def first_step(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]:
     """From the start of the processes to the end of the first step, of the GPT with 34 M parameters."""
     scenario = steps.Scenario("init", **steps.MIDDLE, compared=())
@@ -139,6 +160,7 @@ MEASUREMENTS: list[tuple[list[str], Callable]] = [
         compare_hosts("host_growth_units", "ours", "ours", Host(units=2000), Host(), rows.at_most, 1.1),
     ),
     (["touch_ns"], touch),
+    (["trace_off_overhead"], trace_off),
     ([*COLLECTIVE_ROWS, "unshard_64MiB_us", "reduce_64MiB_vs_memcpy", "barrier_us_vs_gloo"], collectives),
     (["init_vs_fsdp2"], first_step),
     (["fully_shard_1000_vs_fsdp2"], sharding),

@@ -98,6 +98,7 @@ class Work:
         self.scenario = scenario
         self.weights = folder / f"weights_{scenario.width}_{scenario.layers}.bin"
         self.tokens = folder / "tokens.bin"
+        self.trace = folder / "trace.json"
         if not self.weights.exists():
             torch.manual_seed(0)
             save_weights(GPT(scenario.width, scenario.layers, scenario.sequence), str(self.weights))
@@ -117,7 +118,7 @@ class Work:
         command = [str(build / "bin" / "bench_step")] if compiled else [sys.executable, str(worker)]
         fields = ("width", "layers", "sequence", "param_dtype", "offload", "ranks")
         task = {field: getattr(self.scenario, field) for field in fields}
-        environment = {"FSDP_TRACE": self.weights.with_name("trace.json")} if contender == "traced" else {}
+        environment = {"FSDP_TRACE": self.trace} if contender == "traced" else {}
         task |= {"contender": "ours" if contender == "traced" else contender, "weights": str(self.weights), "tokens": str(self.tokens)}
         task |= {"tokens_shape": self.shape}
         return Team(command, [{**task, "rank": rank} for rank in range(self.scenario.ranks)], environment)

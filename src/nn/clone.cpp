@@ -51,14 +51,14 @@ class WholeParameters {
 };
 
 /// A call of `fully_shard`, to be repeated on the copy.
-struct Recipe {
+struct UnitRecipe {
   std::shared_ptr<Unit> unit;
   std::vector<std::string> paths;
   std::map<std::string, ShardPlacement> placements; // by the parameter's path from the root
 };
 
-std::map<int, Recipe> recipes_of(torch::nn::Module& root) {
-  std::map<int, Recipe> recipes; // by number: parents come before their children
+std::map<int, UnitRecipe> recipes_of(torch::nn::Module& root) {
+  std::map<int, UnitRecipe> recipes; // by number: parents come before their children
   for (const auto& item : root.named_modules("", /*include_self=*/true)) {
     if (auto unit = nn::registry::find(*item.value())) {
       auto& recipe = recipes[unit->number()];
@@ -80,7 +80,7 @@ std::map<int, Recipe> recipes_of(torch::nn::Module& root) {
   return recipes;
 }
 
-FullyShardOptions options_of(const Recipe& recipe) {
+FullyShardOptions options_of(const UnitRecipe& recipe) {
   const Unit& unit = *recipe.unit;
   FullyShardOptions options;
   options.mesh = unit.mesh();
@@ -132,7 +132,7 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
     modules[item.key()] = item.value().get();
   }
   for (auto item = recipes.rbegin(); item != recipes.rend(); ++item) { // children first
-    const Recipe& recipe = item->second;
+    const UnitRecipe& recipe = item->second;
     std::vector<torch::nn::Module*> same;
     for (const auto& path : recipe.paths) {
       same.push_back(modules.at(path));

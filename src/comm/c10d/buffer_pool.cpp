@@ -4,7 +4,6 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 namespace fsdp::adapter {
 namespace {
@@ -13,16 +12,6 @@ constexpr size_t kIdleBuffers = 8;
 
 bool fits(const at::Tensor& buffer, int64_t bytes) {
   return buffer.numel() >= bytes && buffer.numel() <= 2 * bytes;
-}
-
-/// Null if the group's backend for `device` leaves allocation to LibTorch, or if it has none.
-c10::intrusive_ptr<c10d::Backend> allocating_backend(c10d::ProcessGroup& process_group, c10::Device device) {
-  try {
-    auto backend = process_group.getBackend(device.type());
-    return backend->supportsTensorAlloc(device.index()) ? backend : nullptr;
-  } catch (const c10::Error&) {
-    return nullptr;
-  }
 }
 
 } // namespace
@@ -41,12 +30,7 @@ at::Tensor BufferPool::take(int64_t bytes, c10::Device device) {
     }
   }
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
-  if (process_group_) {
-    if (const auto backend = allocating_backend(*process_group_, device)) {
-      return backend->allocateTensor(bytes, options);
-    }
-  }
-  return at::empty({bytes}, options);
+  return allocate_ ? allocate_(bytes, options) : at::empty({bytes}, options);
 }
 
 void BufferPool::give_back(at::Tensor buffer) {
@@ -59,8 +43,8 @@ void BufferPool::give_back(at::Tensor buffer) {
   }
 }
 
-void BufferPool::set_backend(c10::intrusive_ptr<c10d::ProcessGroup> process_group) {
-  process_group_ = std::move(process_group);
+void BufferPool::set_allocator(Allocate allocate) {
+  allocate_ = std::move(allocate);
   clear();
 }
 

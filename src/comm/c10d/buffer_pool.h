@@ -2,12 +2,9 @@
 
 #include <cstdint>
 #include <deque>
+#include <functional>
 
 #include <ATen/core/Tensor.h>
-
-namespace c10d {
-class ProcessGroup;
-}
 
 namespace fsdp::adapter {
 
@@ -21,12 +18,13 @@ class BufferPool {
   void clear() {
     idle_.clear();
   }
-  /// New buffers are memory of this group's backend, where that has its own; null: LibTorch's.
-  void set_backend(c10::intrusive_ptr<c10d::ProcessGroup> process_group);
+  /// Where new buffers come from, instead of LibTorch's allocator; null: from there.
+  using Allocate = std::function<at::Tensor(int64_t bytes, const at::TensorOptions&)>;
+  void set_allocator(Allocate allocate);
 
  private:
   std::deque<at::Tensor> idle_; // oldest first
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  Allocate allocate_;
 };
 
 } // namespace fsdp::adapter

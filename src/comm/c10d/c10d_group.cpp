@@ -4,6 +4,7 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -56,6 +57,19 @@ std::vector<int> ranks_of_color(const std::vector<std::string>& colors, const st
   return ranks;
 }
 
+/// Memory of the backend for the buffer's device; LibTorch's where that backend has none or is not to be found.
+adapter::BufferPool::Allocate backend_memory(const ProcessGroupPtr& process_group) {
+  return [process_group](int64_t bytes, const at::TensorOptions& options) {
+    c10::intrusive_ptr<c10d::Backend> backend;
+    try {
+      backend = process_group->getBackend(options.device().type());
+    } catch (const c10::Error&) { // there is none
+    }
+    const bool allocates = backend && backend->supportsTensorAlloc(options.device().index());
+    return allocates ? backend->allocateTensor(bytes, options) : at::empty({bytes}, options);
+  };
+}
+
 } // namespace
 
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
@@ -93,7 +107,7 @@ C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
     : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
       channel_(std::make_shared<Channel>(process_group, channel_options(options))),
       options_(options) {
-  channel_->pool().set_backend(options.backend_memory ? process_group : nullptr);
+  set_backend_memory(options.backend_memory);
 }
 
 std::shared_ptr<Home> C10dGroup::make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
@@ -190,7 +204,7 @@ ProcessGroupPtr C10dGroup::split_process_group(const std::vector<int>& members, 
 
 void C10dGroup::set_backend_memory(bool enable) {
   options_.backend_memory = enable;
-  channel_->pool().set_backend(enable ? channel_->process_group() : nullptr);
+  channel_->pool().set_allocator(enable ? backend_memory(channel_->process_group()) : nullptr);
 }
 
 void C10dGroup::abort(const std::string& reason) {

@@ -9,7 +9,6 @@
 namespace fsdp::adapter {
 namespace {
 
-constexpr int64_t kSendAlignment = 16;
 constexpr int64_t kWholeAlignment = 64; // as torch's own allocations: kernels are chosen by alignment
 
 c10::ScalarType dtype_of(const Piece& piece, PieceDtype which) {

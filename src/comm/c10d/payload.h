@@ -60,6 +60,9 @@ class WholePieces {
   int64_t bytes_ = 0;
 };
 
+/// Bytes: what the copies around a collective are fast with.
+constexpr int64_t kSendAlignment = 16;
+
 int64_t align_up(int64_t value, int64_t alignment);
 
 } // namespace fsdp::adapter

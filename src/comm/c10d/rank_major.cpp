@@ -11,8 +11,6 @@
 namespace fsdp::adapter {
 namespace {
 
-constexpr int64_t kSendAlignment = 16;
-
 Piece piece_of(const ReduceScatter& args, size_t i) {
   const auto dtype = args.wholes[i].scalar_type();
   return {.numel = args.wholes[i].numel(), .chunk = args.chunks[i], .stored = dtype, .gathered = dtype};

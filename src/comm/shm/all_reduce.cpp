@@ -4,11 +4,10 @@
 
 #include "base/check.h"
 #include "comm/shm/publication.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
-
-constexpr size_t kInlineBytes = Post::kWords * sizeof(uint64_t);
 
 Combine combine_of(ReduceOp op) {
   switch (op) {
@@ -42,9 +41,8 @@ struct AllReduce {
   }
   // Each rank sums an equal part, of whole cache lines.
   Piece split() const {
-    constexpr int64_t kLine = 64;
     const int64_t share = (count() + core.members->size() - 1) / core.members->size();
-    return {count(), (share + kLine - 1) / kLine * kLine, tensor.scalar_type(), tensor.scalar_type()};
+    return {count(), static_cast<int64_t>(whole_lines(share)), tensor.scalar_type(), tensor.scalar_type()};
   }
   const char* theirs(int rank) const {
     return Publication::find(core.reach, core.collectives.post_of(rank, number), rank, 0, 1);
@@ -145,7 +143,7 @@ std::unique_ptr<Work> all_reduce(
   core->collectives.await_kept(8, label);
   Post& post = core->collectives.prepare(label, print);
   AllReduce work{*core, std::move(tensor), combine_of(op), divide_by, label, numbers, 0, nullptr, nullptr};
-  return work.tensor.nbytes() <= kInlineBytes ? all_reduce_small(core, std::move(work), post)
+  return work.tensor.nbytes() <= Post::kBytes ? all_reduce_small(core, std::move(work), post)
                                               : all_reduce_big(core, std::move(work), post);
 }
 

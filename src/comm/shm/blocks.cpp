@@ -3,15 +3,15 @@
 #include <algorithm>
 #include <bit>
 
+#include "comm/shm/whole.h"
+
 namespace fsdp::shm {
 namespace {
-
-constexpr size_t kPage = 4096;
 
 // Nearby sizes share one size, so that a freed block fits the next request: at most 1/16 more, and whole pages.
 size_t rounded(size_t bytes) {
   const size_t step = std::max(kPage, std::bit_floor(bytes) / 16);
-  return (bytes + step - 1) / step * step;
+  return whole(bytes, step);
 }
 
 } // namespace

@@ -6,12 +6,10 @@
 namespace fsdp::shm {
 namespace {
 
-constexpr size_t kInlineBytes = Post::kWords * sizeof(uint64_t);
-
 // Publishes the root's tensor; true if the others read the tensor itself.
 bool publish_root(const Core& core, Post& post, const at::Tensor& tensor, std::shared_ptr<char>& block) {
   const char* memory = static_cast<const char*>(tensor.const_data_ptr());
-  if (tensor.nbytes() <= kInlineBytes) {
+  if (tensor.nbytes() <= Post::kBytes) {
     std::memcpy(post.words, memory, tensor.nbytes());
     return false;
   }
@@ -24,7 +22,7 @@ bool publish_root(const Core& core, Post& post, const at::Tensor& tensor, std::s
 void fetch(const Core& core, const at::Tensor& tensor, int root, uint64_t number, const Label& label) {
   const Members::Reading reading(*core.members, label);
   const Post& post = core.collectives.post_of(root, number);
-  const char* source = tensor.nbytes() <= kInlineBytes ? reinterpret_cast<const char*>(post.words)
+  const char* source = tensor.nbytes() <= Post::kBytes ? reinterpret_cast<const char*>(post.words)
                                                        : Publication::find(core.reach, post, root, 0, 1);
   std::memcpy(tensor.mutable_data_ptr(), source, tensor.nbytes());
 }

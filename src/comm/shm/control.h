@@ -27,6 +27,7 @@ struct SharedLabel {
 /// stays until every rank has finished that collective.
 struct alignas(64) Post {
   static constexpr size_t kWords = 40;
+  static constexpr size_t kBytes = kWords * sizeof(uint64_t);
 
   uint64_t fingerprint; // of operation, unit and sizes: equal on all ranks
   SharedLabel label;

@@ -9,12 +9,12 @@ namespace {
 // Words of a post: the number of bytes, flags, and then the bytes, or where they are.
 constexpr uint64_t kWriting = 1; // the rank is in a write phase
 constexpr uint64_t kReadFresh = 2; // the rank has gathered a fresh home
-constexpr size_t kInlineBytes = (Post::kWords - 2) * sizeof(uint64_t);
+constexpr size_t kBytesInPost = Post::kBytes - 2 * sizeof(uint64_t);
 
 std::shared_ptr<char> fill(Post& post, const Core& core, const std::string& bytes) {
   post.words[0] = bytes.size();
   post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.fresh_homes.was_gathered() ? kReadFresh : 0);
-  if (bytes.size() <= kInlineBytes) {
+  if (bytes.size() <= kBytesInPost) {
     std::memcpy(&post.words[2], bytes.data(), bytes.size());
     return nullptr;
   }
@@ -28,7 +28,7 @@ std::string read(const Core& core, int rank, uint64_t number) {
   const Post& post = core.collectives.post_of(rank, number);
   const size_t bytes = post.words[0];
   const char* source =
-      bytes <= kInlineBytes ? reinterpret_cast<const char*>(&post.words[2]) : core.reach.at(rank, post.words[2]);
+      bytes <= kBytesInPost ? reinterpret_cast<const char*>(&post.words[2]) : core.reach.at(rank, post.words[2]);
   return {source, bytes};
 }
 

@@ -6,15 +6,10 @@
 #include "base/check.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/core.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
-
-constexpr size_t kLine = 64; // pieces start where LibTorch's own memory would: kernels are chosen by alignment
-
-size_t whole_lines(size_t bytes) {
-  return (bytes + kLine - 1) / kLine * kLine;
-}
 
 size_t bytes_of(int64_t count, c10::ScalarType dtype) {
   return static_cast<size_t>(count) * c10::elementSize(dtype);

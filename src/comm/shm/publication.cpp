@@ -3,15 +3,10 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
-
-constexpr size_t kLine = 64;
-
-size_t whole_lines(size_t bytes) {
-  return (bytes + kLine - 1) / kLine * kLine;
-}
 
 void copy_foreign(char* to, const Publication::Part& part) {
   std::memcpy(to, part.memory, part.own_begin);

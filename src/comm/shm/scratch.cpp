@@ -7,11 +7,10 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
-
-constexpr size_t kPage = 4096;
 
 // Addresses only: as much as could ever be in memory.
 size_t capacity() {
@@ -22,7 +21,7 @@ size_t capacity() {
 } // namespace
 
 size_t Scratch::header_bytes(int size) {
-  return (sizeof(Progress) * static_cast<size_t>(size) + kPage - 1) / kPage * kPage;
+  return whole(sizeof(Progress) * static_cast<size_t>(size), kPage);
 }
 
 std::shared_ptr<Segment> Scratch::make_segment(int size) {
