@@ -98,6 +98,7 @@ function(fsdp_test name)
   fsdp_optimize_less(${name})
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY ${PROJECT_BINARY_DIR}/tests)
   add_test(NAME ${name} COMMAND ${name})
-  set_tests_properties(${name} PROPERTIES TIMEOUT 300 ENVIRONMENT
+  set(seconds $<IF:$<BOOL:${FSDP_SANITIZE}>,1200,300>)
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${seconds} ENVIRONMENT
                               "OMP_NUM_THREADS=1;GTEST_OUTPUT=xml:${PROJECT_BINARY_DIR}/results/${name}.xml")
 endfunction()

@@ -37,6 +37,7 @@ class Span {
   /// `operation`: a literal. `unit`: whose, or empty; read at the end.
   Span(const char* operation, const std::string& unit, int peer = kNoPeer)
       : operation_(on() ? operation : nullptr), unit_(&unit), peer_(peer), begin_(operation_ != nullptr ? now() : 0) {}
+  Span(const char* operation, std::string&& unit, int peer = kNoPeer) = delete; // it would be gone at the end
   ~Span() {
     if (operation_ != nullptr) {
       record();

@@ -24,6 +24,8 @@ namespace {
 
 using Json = nlohmann::json;
 
+const std::string kNoUnit, kUnit = "blocks.0";
+
 class Tracing : public testing::Test {
  protected:
   void SetUp() override {
@@ -57,7 +59,7 @@ class Tracing : public testing::Test {
 };
 
 TEST_F(Tracing, NothingIsRecordedWithoutBeingAsked) {
-  { const tracing::Span span("gather", "blocks.0"); }
+  { const tracing::Span span("gather", kUnit); }
   EXPECT_FALSE(tracing::on());
   EXPECT_TRUE(std::filesystem::is_empty(folder_));
 }
@@ -65,8 +67,8 @@ TEST_F(Tracing, NothingIsRecordedWithoutBeingAsked) {
 TEST_F(Tracing, SpansSayWhatWhoseWhenAndWhoWasWaitedFor) {
   {
     const auto recording = trace(asked_for());
-    const tracing::Span outer("touch", "blocks.0");
-    const tracing::Span inner("wait for rank", "blocks.0", 2);
+    const tracing::Span outer("touch", kUnit);
+    const tracing::Span inner("wait for rank", kUnit, 2);
   }
   const auto both = spans();
   ASSERT_EQ(both.size(), 2u);
@@ -84,8 +86,8 @@ TEST_F(Tracing, SpansSayWhatWhoseWhenAndWhoWasWaitedFor) {
 TEST_F(Tracing, ThreadsHaveNumbersOfTheirOwn) {
   {
     const auto recording = trace(asked_for());
-    { const tracing::Span span("here", ""); }
-    std::thread([] { const tracing::Span span("there", ""); }).join();
+    { const tracing::Span span("here", kNoUnit); }
+    std::thread([] { const tracing::Span span("there", kNoUnit); }).join();
   }
   const auto both = spans();
   ASSERT_EQ(both.size(), 2u);
@@ -105,14 +107,15 @@ TEST_F(Tracing, MemoryIsACounter) {
 TEST_F(Tracing, NamesMayHoldAnything) {
   {
     const auto recording = trace(asked_for());
-    const tracing::Span span("gather", "a\"b\\c\n");
+    const std::string unit = "a\"b\\c\n";
+    const tracing::Span span("gather", unit);
   }
   EXPECT_EQ(spans().at(0).at("args").at("unit"), "a\"b\\c ");
 }
 
 TEST_F(Tracing, WhatWasFlushedSurvivesAKill) {
   tracing::start(asked_for());
-  { const tracing::Span span("gather", "blocks.0"); }
+  { const tracing::Span span("gather", kUnit); }
   tracing::flush();
   std::ifstream file(folder_ / "a.trace.rank3.json");
   const std::string text((std::istreambuf_iterator<char>(file)), {});
@@ -125,7 +128,7 @@ TEST_F(Tracing, TheTimeIsTheWallClocks) {
   const double before = seconds();
   {
     const auto recording = trace(asked_for());
-    const tracing::Span span("gather", "");
+    const tracing::Span span("gather", kNoUnit);
   }
   const double at = spans().at(0).at("ts").get<double>() / 1e6;
   EXPECT_GE(at, before);

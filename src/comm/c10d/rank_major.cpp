@@ -47,8 +47,10 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
     for (size_t i = 0; i < args.wholes.size(); ++i) {
       const Piece piece = piece_of(args, i);
       pad_to(offsets_[i]);
-      const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr()) + piece.begin(rank) * item;
-      std::memcpy(row + offsets_[i] * item, from, piece.length(rank) * item);
+      if (piece.length(rank) > 0) { // an empty tensor has no address
+        const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr()) + piece.begin(rank) * item;
+        std::memcpy(row + offsets_[i] * item, from, piece.length(rank) * item);
+      }
       end = offsets_[i] + piece.length(rank);
     }
     pad_to(row_);

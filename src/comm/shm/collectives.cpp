@@ -26,8 +26,7 @@ void Collectives::await_room(const Label& label) {
   const uint64_t overwritten = needed - RankSlot::kPosts;
   const auto mine_finished = [this] { return members_.mine().finished.load(std::memory_order_relaxed); };
   while (mine_finished() < overwritten) {
-    members_.throw_if_failed(label);
-    finish(queue_.front());
+    finish_first(label);
   }
   members_.await_all(&RankSlot::finished, overwritten, label);
   room_until_ = needed;
@@ -111,6 +110,12 @@ void Collectives::finish(const StepPointer& step) {
   }
 }
 
+void Collectives::finish_first(const Label& label) {
+  members_.throw_if_failed(label);
+  const StepPointer first = queue_.front(); // a copy: it leaves the queue on the way
+  finish(first);
+}
+
 void Collectives::await_front(const Label& label) {
   if (advance()) {
     return;
@@ -147,8 +152,7 @@ void Collectives::await_kept(size_t limit, const Label& label) {
   while (kept_.size() > limit) {
     const uint64_t number = kept_.front().number;
     while (members_.mine().finished.load(std::memory_order_relaxed) < number) {
-      members_.throw_if_failed(label);
-      finish(queue_.front());
+      finish_first(label);
     }
     members_.await_all(&RankSlot::finished, number, label);
     release_kept();

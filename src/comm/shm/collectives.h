@@ -75,6 +75,7 @@ class Collectives final : public Background {
   };
 
   void await_room(const Label& label);
+  void finish_first(const Label& label);
   void await_front(const Label& label);
   bool arrived(Step& step);
   void check_order(const Step& step, int rank) const;
