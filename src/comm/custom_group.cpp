@@ -6,7 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
-#include "base/stream.h"
+#include "comm/queued.h"
 
 namespace fsdp {
 
@@ -51,33 +51,6 @@ class Decorated : public Group {
  protected:
   std::shared_ptr<Group> base_;
   Collective collective_;
-};
-
-/// Whole pieces in memory of this rank, which belongs to the stream that is current at the gather.
-class CopiedOut final : public Gathered {
- public:
-  CopiedOut(std::vector<at::Tensor> pieces, c10::Device device)
-      : pieces_(std::move(pieces)), stream_(current_stream(device)) {}
-  ~CopiedOut() override {
-    wait_stream(stream_, current_stream(stream_.device()));
-  }
-  void wait() override {
-    wait_stream(current_stream(stream_.device()), stream_);
-  }
-  void* piece(size_t index) const override {
-    return pieces_[index].data_ptr();
-  }
-  int64_t bytes() const override {
-    int64_t total = 0;
-    for (const auto& piece : pieces_) {
-      total += static_cast<int64_t>(piece.nbytes());
-    }
-    return total;
-  }
-
- private:
-  std::vector<at::Tensor> pieces_;
-  Stream stream_;
 };
 
 /// Slices in memory of this rank, padded so that every rank sends the same.
@@ -163,21 +136,6 @@ class OtherAllGather final : public Decorated {
   bool gathers_in_place() const override {
     return false;
   }
-};
-
-/// All of it is queued on one stream, or done.
-class Queued final : public Work {
- public:
-  explicit Queued(c10::Device device) : stream_(current_stream(device)) {}
-  bool done() override {
-    return true;
-  }
-  void wait() override {
-    wait_stream(current_stream(stream_.device()), stream_);
-  }
-
- private:
-  Stream stream_;
 };
 
 class OtherReduceScatter final : public Decorated {

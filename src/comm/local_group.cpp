@@ -5,38 +5,22 @@
 #include <fsdp/group.h>
 
 #include "base/check.h"
+#include "comm/queued.h"
 
 namespace fsdp {
 namespace {
 
-class Finished final : public Work {
- public:
-  bool done() override {
-    return true;
-  }
-  void wait() override {}
-};
-
 // The pieces are whole where they are stored; copies only where dtype or device differ.
-class LocalGathered final : public Gathered {
+class LocalGathered final : public CopiedOut {
  public:
-  LocalGathered(const std::vector<at::Tensor>& stored, const std::vector<Piece>& pieces, c10::Device device) {
-    for (size_t i = 0; i < stored.size(); ++i) {
-      pieces_.push_back(stored[i].to(device, pieces[i].gathered, /*non_blocking=*/true));
-      bytes_ += pieces_[i].is_same(stored[i]) ? 0 : static_cast<int64_t>(pieces_[i].nbytes());
-    }
-  }
-  void wait() override {}
-  void* piece(size_t index) const override {
-    return pieces_[index].mutable_data_ptr();
-  }
+  LocalGathered(std::vector<at::Tensor> pieces, c10::Device device, int64_t copied)
+      : CopiedOut(std::move(pieces), device), copied_(copied) {}
   int64_t bytes() const override {
-    return bytes_;
+    return copied_;
   }
 
  private:
-  std::vector<at::Tensor> pieces_;
-  int64_t bytes_ = 0;
+  int64_t copied_;
 };
 
 class LocalHome final : public Home {
@@ -56,12 +40,24 @@ class LocalHome final : public Home {
   void* slice(size_t index) const override {
     return stored_[index].mutable_data_ptr();
   }
-  void begin_write(const Label&) override {}
+  void begin_write(const Label&) override {
+    copied_.synchronize();
+  }
   std::unique_ptr<Gathered> gather(const Label&) override {
-    return std::make_unique<LocalGathered>(stored_, pieces_, device_);
+    std::vector<at::Tensor> wholes;
+    int64_t copied = 0;
+    for (size_t i = 0; i < stored_.size(); ++i) {
+      wholes.push_back(stored_[i].to(device_, pieces_[i].gathered, /*non_blocking=*/true));
+      copied += wholes[i].is_same(stored_[i]) ? 0 : static_cast<int64_t>(wholes[i].nbytes());
+    }
+    if (copied > 0) {
+      copied_.record(current_stream(device_));
+    }
+    return std::make_unique<LocalGathered>(std::move(wholes), device_, copied);
   }
 
  private:
+  Event copied_; // from memory that the host may write: the next write has to wait for it
   std::vector<Piece> pieces_;
   c10::Device device_;
   std::vector<at::Tensor> stored_;
@@ -102,11 +98,11 @@ class LocalGroup final : public Group {
       args.slices[i].view(-1).copy_(args.wholes[i].view(-1), /*non_blocking=*/true);
       divide(args.slices[i], args.divide_by);
     }
-    return std::make_unique<Finished>();
+    return std::make_unique<Queued>(args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device());
   }
   std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp, double divide_by, const Label&) override {
     divide(tensor, divide_by);
-    return std::make_unique<Finished>();
+    return std::make_unique<Queued>(tensor.device());
   }
   void broadcast(at::Tensor, int root, const Label& label) override {
     FSDP_CHECK(root == 0, "[", label.operation, "] expected root 0 in a group of one, got ", root);

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/within_limit.h"
 
 namespace fsdp {
 namespace {
@@ -31,6 +32,14 @@ double in_seconds(std::chrono::milliseconds time) {
 
 std::string key(const std::string& what, int rank) {
   return c10::str(what, "/", rank);
+}
+
+std::vector<std::string> keys(const std::string& what, int size) {
+  std::vector<std::string> all;
+  for (int rank = 0; rank < size; ++rank) {
+    all.push_back(key(what, rank));
+  }
+  return all;
 }
 
 [[noreturn]] void cannot_connect(const Launch& launch, std::chrono::milliseconds timeout, const std::exception& error) {
@@ -86,6 +95,28 @@ std::string fresh_prefix(const Launch& launch) {
   return c10::str("libfsdp/", launch.attempt, "/", count++);
 }
 
+/// Even what should be answered at once is not if the server was stopped.
+std::string answer_of(std::chrono::milliseconds limit, std::function<std::string()> talk) {
+  auto answer = within_limit(limit, std::move(talk));
+  if (!answer) {
+    throw CommError("the rendezvous does not answer");
+  }
+  return *std::move(answer);
+}
+
+/// "rank 1 has", "ranks 1, 2 have"
+std::string missing(const StorePtr& store, const std::vector<std::string>& keys) {
+  return answer_of(kServersGrace, [store, keys] {
+    std::vector<int> ranks;
+    for (size_t rank = 0; rank < keys.size(); ++rank) {
+      if (!store->check({keys[rank]})) {
+        ranks.push_back(static_cast<int>(rank));
+      }
+    }
+    return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
+  });
+}
+
 } // namespace
 
 Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
@@ -97,16 +128,28 @@ Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
 
 Rendezvous::~Rendezvous() = default;
 
+bool Rendezvous::serves() const {
+  return launch_.rank == 0 && !launch_.agent_store;
+}
+
 // Who serves the others gives up last, or they would only see that it is gone.
 std::chrono::milliseconds Rendezvous::limit() const {
-  const bool serves = launch_.rank == 0 && !launch_.agent_store;
-  return serves ? timeout_ + kServersGrace : timeout_;
+  return serves() ? timeout_ + kServersGrace : timeout_;
+}
+
+std::string Rendezvous::ask(std::function<std::string()> talk) const {
+  try {
+    return answer_of(limit(), std::move(talk));
+  } catch (const std::exception& error) {
+    fail(text_of(error));
+  }
 }
 
 void Rendezvous::arrive() {
-  const int64_t count = store_->add(key("arrived", launch_.rank), 1);
+  const std::string count =
+      ask([store = store_, mine = key("arrived", launch_.rank)] { return std::to_string(store->add(mine, 1)); });
   FSDP_CHECK(
-      count == 1,
+      count == "1",
       "[init] expected one process of rank ",
       launch_.rank,
       ", but ",
@@ -116,45 +159,30 @@ void Rendezvous::arrive() {
       ":",
       launch_.port,
       "; give every process a rank of its own, and every job a MASTER_PORT of its own");
-  wait_for("arrived", limit());
+  wait_for("arrived");
 }
 
-std::vector<int> Rendezvous::missing(const std::string& what) {
-  std::vector<int> ranks;
-  for (int rank = 0; rank < launch_.size; ++rank) {
-    if (!store_->check({key(what, rank)})) {
-      ranks.push_back(rank);
-    }
-  }
-  return ranks;
-}
-
-void Rendezvous::wait_for(const std::string& what, std::chrono::milliseconds timeout) {
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < launch_.size; ++rank) {
-    keys.push_back(key(what, rank));
-  }
+void Rendezvous::wait_for(const std::string& what) {
+  const auto all = keys(what, launch_.size);
   std::string reason;
   try {
-    store_->wait(keys, timeout);
+    answer_of(limit() + kServersGrace, [store = store_, all, limit = limit()] {
+      store->wait(all, limit);
+      return std::string();
+    });
     return;
   } catch (const std::exception& error) {
     reason = text_of(error);
   }
   try {
-    const auto absent = missing(what);
-    reason = c10::str(
-        absent.size() == 1 ? "rank " : "ranks ",
-        join(absent),
-        absent.size() == 1 ? " has" : " have",
-        " not ",
-        what,
-        " after ",
-        in_seconds(std::min(timeout, timeout_)),
-        " s");
+    reason = c10::str(missing(store_, all), " not ", what, " after ", in_seconds(timeout_), " s");
   } catch (const std::exception&) {
     // The store itself is gone; what it said first is all there is.
   }
+  fail(reason);
+}
+
+void Rendezvous::fail(const std::string& reason) const {
   throw CommError(c10::str(
       "[init] rank ",
       launch_.rank,
@@ -171,11 +199,14 @@ void Rendezvous::wait_for(const std::string& what, std::chrono::milliseconds tim
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
   const std::string round = c10::str("exchange/", exchanges_++);
-  store_->set(key(round, launch_.rank), mine);
-  wait_for(round, limit());
+  ask([store = store_, key = key(round, launch_.rank), mine] {
+    store->set(key, mine);
+    return std::string();
+  });
+  wait_for(round);
   std::vector<std::string> all;
-  for (int rank = 0; rank < launch_.size; ++rank) {
-    all.push_back(rank == launch_.rank ? mine : store_->get_to_str(key(round, rank)));
+  for (const auto& key : keys(round, launch_.size)) {
+    all.push_back(ask([store = store_, key] { return store->get_to_str(key); }));
   }
   return all;
 }
@@ -185,11 +216,16 @@ StorePtr Rendezvous::store(const std::string& name) const {
 }
 
 void Rendezvous::leave(std::chrono::milliseconds limit) {
+  const auto talk =
+      [store = store_, mine = key("left", launch_.rank), all = keys("left", launch_.size), serves = serves(), limit] {
+        store->set(mine, "1");
+        if (serves) {
+          store->wait(all, limit);
+        }
+        return std::string();
+      };
   try {
-    store_->set(key("left", launch_.rank), "1");
-    if (launch_.rank == 0 && !launch_.agent_store) {
-      wait_for("left", limit);
-    }
+    within_limit(limit + kServersGrace, talk);
   } catch (const std::exception&) {
     // Whoever is still there finds the store gone and says so; leaving itself never fails.
   }

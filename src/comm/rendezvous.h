@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -31,10 +32,14 @@ class Rendezvous {
   void leave(std::chrono::milliseconds limit);
 
  private:
-  void arrive();
+  bool serves() const;
   std::chrono::milliseconds limit() const;
-  void wait_for(const std::string& what, std::chrono::milliseconds timeout);
-  std::vector<int> missing(const std::string& what);
+  void arrive();
+  /// Until every rank has set its key; an error names those that have not.
+  void wait_for(const std::string& what);
+  /// What `talk` gets from the store, or an error.
+  std::string ask(std::function<std::string()> talk) const;
+  [[noreturn]] void fail(const std::string& reason) const;
 
   Launch launch_;
   std::chrono::milliseconds timeout_;

@@ -28,10 +28,6 @@ c10::ScalarType Bucket::gathered_dtype(c10::ScalarType stored) const {
   return c10::isFloatingType(stored) ? options_.param_dtype.value_or(stored) : stored;
 }
 
-c10::ScalarType Bucket::reduce_dtype(c10::ScalarType gathered) const {
-  return options_.reduce_dtype.value_or(gathered);
-}
-
 std::shared_ptr<Home> Bucket::make_home(
     Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const {
   return group.make_home(pieces, {options_.device, offload, offload && options_.pin_memory}, label);
@@ -77,7 +73,6 @@ void Bucket::settle(const Unit& unit) {
   if (gather_group->gathers_in_place()) {
     // Once together, so that from now on a rank may read alone: ranks may begin with different units.
     home_->gather(label)->wait();
-    in_place_readers::resume(*gather_group);
   }
 }
 
@@ -201,10 +196,8 @@ void Bucket::write_back(const Unit& unit) {
 
 void Bucket::begin_write(const Unit& unit) {
   gather_from_neighbours_ = false; // what they keep is the former value, if backward did not ask for it
-  if (!gather_group->gathers_in_place() || in_place_readers::stop(*gather_group)) {
-    WithoutCallersLock no_callers_lock;
-    home_->begin_write(unit.label("write shards"));
-  }
+  in_place_readers::stop(*gather_group);
+  home_->begin_write(unit.label("write shards"));
 }
 
 int64_t Bucket::bytes() const {

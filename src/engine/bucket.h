@@ -20,7 +20,6 @@ struct BucketOptions {
   bool offload = false;
   bool pin_memory = false;
   std::optional<c10::ScalarType> param_dtype;
-  std::optional<c10::ScalarType> reduce_dtype;
   bool extended = false; ///< its parameters have gather extensions
 };
 
@@ -53,7 +52,6 @@ class Bucket {
   }
   virtual void add(Param* param, std::shared_ptr<GatherExtension> extension);
   c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
-  c10::ScalarType reduce_dtype(c10::ScalarType gathered) const;
 
   /// False while all parameters are on the meta device.
   bool has_values() const;

@@ -12,58 +12,49 @@ namespace fsdp::engine::in_place_readers {
 
 namespace {
 
-struct Readers {
-  std::vector<Unit*> units; // in the order of entering, which is the same on all ranks
-  bool reading = false; // since the last stop
-};
+using Units = std::vector<Unit*>; // in the order of entering, which is the same on all ranks
 
 std::mutex mutex;
-std::unordered_map<Group*, Readers> groups;
+std::unordered_map<Group*, Units> readers;
+
+Units readers_of(Group& group) {
+  std::lock_guard lock(mutex);
+  const auto found = readers.find(&group);
+  return found != readers.end() ? found->second : Units();
+}
 
 } // namespace
 
 void enter(Group& group, Unit& unit) {
   std::lock_guard lock(mutex);
-  auto& readers = groups[&group];
-  readers.reading = true;
-  if (std::find(readers.units.begin(), readers.units.end(), &unit) == readers.units.end()) {
-    readers.units.push_back(&unit);
+  Units& units = readers[&group];
+  if (std::find(units.begin(), units.end(), &unit) == units.end()) {
+    units.push_back(&unit);
   }
 }
 
 void leave(Group& group, Unit& unit) {
   std::lock_guard lock(mutex);
-  if (auto found = groups.find(&group); found != groups.end()) {
-    std::erase(found->second.units, &unit);
+  if (auto found = readers.find(&group); found != readers.end()) {
+    std::erase(found->second, &unit);
   }
 }
 
-bool stop(Group& group) {
-  std::vector<Unit*> units;
-  {
-    std::lock_guard lock(mutex);
-    auto& readers = groups.try_emplace(&group, Readers{{}, true}).first->second;
-    if (!std::exchange(readers.reading, false)) {
-      return false;
-    }
-    units = readers.units;
+void stop(Group& group) {
+  const Units units = readers_of(group);
+  if (units.empty()) {
+    return;
   }
   WithoutCallersLock no_callers_lock;
   for (Unit* unit : units) {
     unit->reshard();
   }
-  return true;
-}
-
-void resume(Group& group) {
-  std::lock_guard lock(mutex);
-  groups[&group].reading = true;
 }
 
 void forget(Group& group) {
   std::lock_guard lock(mutex);
-  if (auto found = groups.find(&group); found != groups.end() && found->second.units.empty()) {
-    groups.erase(found);
+  if (auto found = readers.find(&group); found != readers.end() && found->second.empty()) {
+    readers.erase(found);
   }
 }
 

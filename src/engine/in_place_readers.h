@@ -13,12 +13,9 @@ namespace in_place_readers {
 /// The unit has begun to gather in place.
 void enter(Group& group, Unit& unit);
 void leave(Group& group, Unit& unit);
-/// Reshards all of the group's readers. False if nobody has read since the last call: then this rank is writing
-/// already.
-bool stop(Group& group);
-/// The ranks have agreed that nobody writes: the next write has to ask again.
-void resume(Group& group);
-/// The group is going away, or nothing is known of it.
+/// Reshards all of the group's readers.
+void stop(Group& group);
+/// The group is going away.
 void forget(Group& group);
 } // namespace in_place_readers
 

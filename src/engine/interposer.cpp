@@ -119,8 +119,11 @@ void see_arguments(c10::ArrayRef<c10::IValue> arguments, Call& call) {
       see(argument.toTensor(), call.traits.writes_argument(i), call);
     } else if (argument.isList()) {
       for (const c10::IValue& item : argument.toListRef()) {
+        if (item.isNone()) {
+          continue; // an optional tensor
+        }
         if (!item.isTensor()) {
-          break; // a list of numbers, or of optional tensors that begins with none
+          break; // a list of numbers
         }
         see(item.toTensor(), call.traits.writes_argument(i), call);
       }

@@ -19,11 +19,20 @@ namespace {
 
 /// Runs after a backward has put a handle's gradient together.
 struct GradientHook : torch::autograd::PostAccumulateGradHook {
-  explicit GradientHook(Param* param) : param(param) {}
+  explicit GradientHook(Param* param) : param(param), unit(param->unit().weak_from_this()), name(param->name()) {}
   void operator()(const torch::autograd::Variable& handle) override {
-    param->unit().runtime().gradient_arrived(*param, handle);
+    const auto alive = unit.lock(); // the handle's storage keeps it, unless the tensor was given another
+    FSDP_CHECK(
+        alive && !param->handle_was_replaced(),
+        "[backward] the data of '",
+        name,
+        "' were replaced (set_data) after fully_shard, so that it is trained no more: copy new values into it under ",
+        "NoGradGuard, or into the shard that parameters() shows");
+    alive->runtime().gradient_arrived(*param, handle);
   }
-  Param* param; // outlives the handle: the handle's storage keeps the unit
+  Param* param; // lives as long as its unit
+  std::weak_ptr<Unit> unit;
+  std::string name;
 };
 
 /// Users are shown the shard itself.
@@ -196,6 +205,11 @@ void Param::handle_storage_died(const Tenant* tenant) {
   for (auto& each : handle_storages_) {
     each.storage = each.tenant == tenant ? nullptr : each.storage;
   }
+}
+
+bool Param::handle_was_replaced() const {
+  return std::all_of(
+      handle_storages_.begin(), handle_storages_.end(), [](const auto& each) { return each.storage == nullptr; });
 }
 
 void Param::set_whole(void* memory) {
@@ -392,6 +406,12 @@ void Param::forget_uses() {
   uses_ = 0;
   used_in_graph_ = false;
   last_segment_ = -1;
+}
+
+bool Param::takes_part_in_reduction() const {
+  const UnitPolicy& policy = unit_.policy;
+  const bool was_put_off = partial.defined() && policy.requires_all_reduce;
+  return gradient.defined() || was_put_off || (policy.reduce_unused_params && trainable());
 }
 
 } // namespace fsdp::engine

@@ -69,6 +69,8 @@ class Param {
   /// The same for one of the tensors that the handle consists of.
   void set_part(size_t part, void* memory);
   void handle_storage_died(const Tenant* tenant);
+  /// Somebody gave the handle memory of its own, from which it was never gathered.
+  bool handle_was_replaced() const;
   /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
   at::Tensor view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
   /// The whole parameter's elements in memory order, as one dimension.
@@ -119,10 +121,9 @@ class Param {
   void note_checkpointed_use(int64_t segment);
   /// A gradient has arrived: takes it off the handle.
   void take_gradient(const at::Tensor& handle, bool in_checkpoint);
-  bool awaits_gradients() const {
-    return uses_ > 0;
-  }
   void forget_uses();
+  /// Whether the next reduction of its unit has something to do for it.
+  bool takes_part_in_reduction() const;
 
   at::Tensor gradient; ///< arrived, whole, in the reduce dtype; undefined if none
   at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
@@ -133,7 +134,6 @@ class Param {
   void end_handle();
   void end_watching();
   void install_gradient_hooks(const at::Tensor& handle);
-  void stand_in_for_gradient(const at::Tensor& handle);
 
   Unit& unit_;
   Bucket& bucket_;

@@ -91,9 +91,8 @@ void Reducer::submit(Unit& unit) {
   for (const auto& bucket : unit.buckets()) {
     std::vector<c10::ScalarType> dtypes;
     for (const Param* param : bucket->params()) {
-      const bool takes_part = param->gradient.defined() || (unit.policy.reduce_unused_params && param->trainable());
       const auto dtype = unit.reduce_dtype_of(*param);
-      if (takes_part && std::find(dtypes.begin(), dtypes.end(), dtype) == dtypes.end()) {
+      if (param->takes_part_in_reduction() && std::find(dtypes.begin(), dtypes.end(), dtype) == dtypes.end()) {
         dtypes.push_back(dtype);
       }
     }
@@ -119,8 +118,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   int64_t numel = 0;
   const bool alone = bucket.reduce_group->size() == 1;
   for (Param* param : bucket.params()) {
-    const bool takes_part = param->gradient.defined() || (unit.policy.reduce_unused_params && param->trainable());
-    if (!takes_part || unit.reduce_dtype_of(*param) != dtype) {
+    if (!param->takes_part_in_reduction() || unit.reduce_dtype_of(*param) != dtype) {
       continue;
     }
     reduction->params.push_back(param);

@@ -280,11 +280,6 @@ void Runtime::reset() {
   current_is_whole_ = false;
 }
 
-void Runtime::use_streams_of(const Runtime& other) {
-  gather_stream_ = other.gather_stream_;
-  reduce_stream_ = other.reduce_stream_;
-}
-
 void Runtime::order_gather() {
   if (!std::exchange(shards_changed_, false)) {
     return; // the stream waited then

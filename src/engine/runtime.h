@@ -82,7 +82,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stream reduce_stream() const {
     return reduce_stream_;
   }
-  void use_streams_of(const Runtime& other);
   /// Before a gather starts on the gather stream: it waits for those who wrote shards.
   void order_gather();
   /// Shards are about to be written.
@@ -101,9 +100,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     observer_ = std::move(observer);
   }
   void unit_changed(Unit& unit, EventKind kind);
-  Schedule& training_schedule() {
-    return training_;
-  }
   /// How many units ahead of the one touched are gathered.
   void set_prefetch(size_t count) {
     prefetch_ = count;

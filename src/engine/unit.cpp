@@ -77,8 +77,7 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
     }
   }
   const bool pin = offload_ && offload_->pin_memory;
-  BucketOptions options{
-      mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, spec.precision.reduce_dtype, extended};
+  BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, extended};
   if (extended) {
     buckets_.push_back(std::make_unique<ExtendedBucket>(std::move(options)));
   } else {
@@ -89,6 +88,9 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
 
 void Unit::add_params(UnitSpec& spec) {
   InternalScope scope;
+  for (const auto& param_spec : spec.params) {
+    layout_of(param_spec, bucket_for(param_spec, spec).shard_group().size()); // an error leaves the module as it was
+  }
   for (auto& param_spec : spec.params) {
     Bucket& bucket = bucket_for(param_spec, spec);
     params_.push_back(std::make_unique<Param>(
@@ -116,6 +118,9 @@ void Unit::look_for_params_on_meta() {
 
 void Unit::settle(Bucket& bucket, const char* operation) {
   bucket.settle(*this);
+  if (runtime_) {
+    runtime_->shards_change(); // they were copied to where they are now
+  }
   if (policy.reshard_to) {
     bucket.settle_among(*policy.reshard_to, label(operation));
   }
@@ -215,6 +220,7 @@ void Unit::make_private() {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
   for (auto& bucket : buckets_) {
     bucket->make_private();
+    in_place_readers::leave(*bucket->gather_group, *this); // it has memory of its own now
   }
 }
 
@@ -334,8 +340,9 @@ bool Unit::has_gradients() const {
 }
 
 bool Unit::misses_gradients() const {
-  return policy.reduce_unused_params && !reduced &&
-         std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->trainable(); });
+  return !reduced && std::any_of(params_.begin(), params_.end(), [](const auto& param) {
+    return param->takes_part_in_reduction();
+  });
 }
 
 int64_t Unit::gradient_bytes() const {

@@ -73,6 +73,11 @@ std::map<int, UnitRecipe> recipes_of(torch::nn::Module& root) {
     }
     for (auto& [number, recipe] : recipes) {
       if (recipe.unit.get() == &param->unit()) {
+        FSDP_CHECK(
+            !param->bucket().options().extended,
+            "[clone] '",
+            slot.path,
+            "' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its state_dict");
         recipe.placements[slot.path] = {param->layout().dim(), param->bucket().options().mesh};
       }
     }
@@ -116,6 +121,19 @@ void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
   }
 }
 
+/// Parameters of the copy whose originals do not belong to `unit`.
+std::vector<at::Tensor> left_to_others(torch::nn::Module& original, torch::nn::Module& copy, const Unit& unit) {
+  const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
+  std::vector<at::Tensor> others;
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto* param = nn::param_of(originals[i].tensor);
+    if (param == nullptr || &param->unit() != &unit) {
+      others.push_back(copies[i].tensor);
+    }
+  }
+  return others;
+}
+
 } // namespace
 
 std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
@@ -137,7 +155,9 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
     for (const auto& path : recipe.paths) {
       same.push_back(modules.at(path));
     }
-    auto sharded_copy = fully_shard(same, options_of(recipe));
+    auto options = options_of(recipe);
+    options.ignored_params = left_to_others(module, *copy, *recipe.unit);
+    auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
   }
   return copy;

@@ -35,6 +35,8 @@ struct SummonedParams::Impl {
   std::unordered_map<Param*, at::Tensor> wholes;
   std::vector<Replaced> replaced;
 
+  bool visible = true; ///< on this rank
+
   void hold(const std::shared_ptr<Unit>& unit);
   void show(const std::vector<Slot>& slots);
   void restore();
@@ -58,9 +60,14 @@ std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slot
   return units;
 }
 
+bool is_first_rank(const Unit& unit) {
+  return unit.mesh().coordinate(unit.mesh().ndim() - 1) == 0;
+}
+
 } // namespace
 
 void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
+  engine::InternalScope scope;
   auto guard = unit->runtime().lock();
   FSDP_CHECK(
       !unit->runtime().in_step(),
@@ -69,14 +76,16 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
       "(after a forward without backward, call FSDPModule::reset_iter_state() on the root first)");
   unit->unshard();
   unit->wait();
-  unit->make_private();
-  ++unit->held;
   units.push_back(unit);
+  if (visible) {
+    unit->make_private();
+    ++unit->held;
+  } else {
+    unit->reshard();
+  }
 }
 
 void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
-  const bool visible =
-      !options.rank0_only || units.empty() || units[0]->mesh().coordinate(units[0]->mesh().ndim() - 1) == 0;
   for (auto& unit : units) {
     for (const auto& param : unit->params()) {
       // Gradients are gathered by all, shown to some.
@@ -110,6 +119,9 @@ void SummonedParams::Impl::restore() {
   }
   for (auto& unit : units) {
     auto guard = unit->runtime().lock();
+    if (!unit->is_private()) {
+      continue; // was not shown here, or was given up by reset_iter_state
+    }
     --unit->held;
     if (!options.writeback) {
       unit->discard_private();
@@ -156,13 +168,18 @@ SummonedParams summon_full_params(
       "[summon_full_params] with rank0_only the other ranks have nothing to write back: set writeback = false");
   auto impl = std::make_unique<SummonedParams::Impl>();
   impl->options = options;
-  {
-    engine::InternalScope scope;
-    for (const auto& unit : units_to_summon(slots, only)) {
+  const auto units = units_to_summon(slots, only);
+  impl->visible = !options.rank0_only || units.empty() || is_first_rank(*units[0]);
+  try {
+    for (const auto& unit : units) {
       impl->hold(unit);
     }
+    impl->show(slots);
+  } catch (...) {
+    impl->options.writeback = false;
+    impl->restore();
+    throw;
   }
-  impl->show(slots);
   return SummonedParams(std::move(impl));
 }
 

@@ -184,6 +184,33 @@ TEST(Errors, RawAccessToAHollowHandle) {
   }
 }
 
+TEST(Errors, DataPutInAHandlesPlace) {
+  for (const bool alone : {true, false}) {
+    expect_error(
+        2,
+        [&] {
+          nn::Sequential model(nn::Linear(nn::LinearOptions(4, 4).bias(!alone)));
+          fully_shard(*model[0]);
+          auto weight = model[0]->as<nn::Linear>()->weight;
+          weight.set_data(torch::ones({4, 4}));
+          weight.sum().backward();
+        },
+        {"the data of 'weight' were replaced", "copy new values into it"});
+  }
+}
+
+TEST(Errors, AMistakeInALaterParameterLeavesTheModuleAsItWas) {
+  on_threads(2, [] {
+    nn::Linear model(4, 4);
+    const auto placement = [](const at::Tensor&, const std::string&) {
+      return ShardPlacement{.dim = 1};
+    }; // not the bias
+    EXPECT_THROW(fully_shard(*model, {.shard_placement_fn = placement}), Error);
+    EXPECT_EQ(model->weight.sum().item<float>(), model->weight.clone().sum().item<float>());
+    EXPECT_FALSE(is_sharded(model->parameters()[0]));
+  });
+}
+
 TEST(Errors, SummonInTheMiddleOfAStep) {
   expect_error(
       2,

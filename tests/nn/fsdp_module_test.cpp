@@ -186,6 +186,26 @@ TEST_P(FsdpModule, UnusedParametersTakePartAsZerosOnRequest) {
   });
 }
 
+// What an earlier micro-batch left to be all-reduced is not forgotten when the last one does not use the parameter.
+TEST(HybridFsdpModule, PutOffGradientsArriveThoughTheLastBackwardHasNone) {
+  on_threads(4, [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+    fully_shard(*model[0], {.mesh = mesh});
+    fully_shard(*model[1], {.mesh = mesh});
+    auto root = fully_shard(*model, {.mesh = mesh});
+    const auto use = [&](int i) { model[i]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum().backward(); };
+    root.set_requires_all_reduce(false);
+    use(0);
+    root.set_requires_all_reduce(true);
+    use(1);
+    for (const auto& name : {"0.bias", "1.bias"}) {
+      const auto gradient = sharded(model->named_parameters()[name]).full_grad();
+      EXPECT_TRUE(torch::equal(gradient, torch::full({4}, 2.0))) << name;
+    }
+  });
+}
+
 TEST_P(FsdpModule, PostAccumulateGradHooksOfShardsRunOnce) {
   struct CountHook : torch::autograd::PostAccumulateGradHook {
     explicit CountHook(int* count) : count(count) {}

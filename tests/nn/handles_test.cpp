@@ -1,5 +1,9 @@
 // A handle is whole to whoever reads it, and a write to it outside a step reaches the shards.
 
+#include <chrono>
+#include <functional>
+#include <thread>
+
 #include <torch/script.h>
 
 #include "engine/runtime.h"
@@ -94,6 +98,39 @@ TEST_P(Handles, ShardsWrittenByUsersAreSeenByTheNextForward) {
         }
       }
       EXPECT_TRUE(torch::equal(model->forward(torch::ones({1, 5})), torch::full({1, 3}, 6.0 * round)));
+    }
+  });
+}
+
+// Collectives in between end the phase in which all ranks write; the next write has to begin another.
+TEST_P(Handles, WritesAfterOtherCollectivesWaitForTheRanksToo) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 4);
+    fully_shard(*model);
+    torch::NoGradGuard no_grad;
+    const std::vector<std::function<void()>> between{
+        [&] { whole_of(*model, "weight"); },
+        [&] {
+          if (rank() == 0) {
+            model->bias.norm();
+          }
+          barrier();
+        }};
+    double value = 1;
+    for (int round = 0; round < 6; ++round) {
+      const auto write = [&] {
+        if (rank() + 1 == world_size()) { // last
+          std::this_thread::sleep_for(std::chrono::milliseconds(20));
+        }
+        ++value;
+        for (auto& shard : model->parameters()) {
+          shard.fill_(value);
+        }
+      };
+      write();
+      between[round % 2]();
+      write();
+      EXPECT_TRUE(torch::equal(model->weight + 0, torch::full({4, 4}, value))) << round;
     }
   });
 }
@@ -212,6 +249,52 @@ TEST_P(Handles, SummonGivesWholePlainParameters) {
   });
 }
 
+TEST_P(Handles, SummonedOnTheHostIsWrittenBackUnitByUnit) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2), nn::Linear(2, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model[1]);
+    fully_shard(*model);
+    {
+      auto guard = summon_full_params(*model, {.offload_to_cpu = true});
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) {
+        parameter.fill_(static_cast<double>(parameter.numel()));
+      }
+    }
+    for (const auto& [name, shard] : named_parameters(*model)) {
+      const auto whole = sharded(shard).full_tensor();
+      EXPECT_TRUE(torch::equal(whole, torch::full_like(whole, static_cast<double>(whole.numel())))) << name;
+    }
+  });
+}
+
+TEST_P(Handles, SummonedParametersMayBeForgotten) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 3);
+    auto unit = fully_shard(*model);
+    {
+      auto guard = summon_full_params(*model);
+      unit.reset_iter_state();
+    }
+    model->forward(torch::ones({2, 4})).sum().backward();
+    EXPECT_EQ(unit.unit()->state(), engine::UnitState::kSharded);
+  });
+}
+
+TEST_P(Handles, AnErrorWhileSummoningLeavesEverythingSharded) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    auto first = fully_shard(*model[0]), second = fully_shard(*model[1]); // two roots
+    auto loss = model[1]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum();
+    EXPECT_THROW(summon_full_params(*model), Error);
+    EXPECT_TRUE(is_sharded(model->parameters()[0]));
+    EXPECT_EQ(first.unit()->state(), engine::UnitState::kSharded);
+    EXPECT_EQ(first.unit()->held, 0);
+    loss.backward();
+  });
+}
+
 struct CopyableImpl : nn::Cloneable<CopyableImpl> {
   CopyableImpl() {
     CopyableImpl::reset();
@@ -250,6 +333,31 @@ TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
     ema_update_(*copy, *model, 0.75);
     EXPECT_TRUE(torch::equal(whole_of(*copy, "second.weight"), torch::full({3, 4}, 0.25)));
     EXPECT_TRUE(torch::equal(whole_of(*model, "second.weight"), torch::ones({3, 4})));
+  });
+}
+
+TEST_P(Handles, CloneLeavesAloneWhatTheOriginalLeftAlone) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first, {.ignored_params = {model->first->bias}});
+    fully_shard(*model, {.ignored_params = {model->second->bias}});
+    auto copy = fsdp::clone(model);
+    EXPECT_EQ(describe(*copy).str(), describe(*model).str());
+    EXPECT_FALSE(is_sharded(copy->second->bias));
+    ema_update_(*copy, *model, 0.5);
+  });
+}
+
+TEST_P(Handles, AnIndexIsSeenBehindMissingOnes) {
+  on_threads(GetParam(), [] {
+    nn::ParameterList model;
+    const auto index = torch::tensor({2, 0, 1});
+    model->append(index.clone().set_requires_grad(false));
+    model->append(torch::ones({3}));
+    fully_shard(*model);
+    const auto x = torch::arange(12, torch::kFloat).view({4, 3});
+    const c10::List<std::optional<at::Tensor>> indices({std::nullopt, model[0]});
+    EXPECT_TRUE(torch::equal(at::index(x, indices), x.index_select(1, index)));
   });
 }
 

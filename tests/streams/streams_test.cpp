@@ -34,6 +34,10 @@ struct Devices {
     const c10::Device device = queued_device::device(rank());
     c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
     const int shard = rank() % arrangement.shards, replica = rank() / arrangement.shards;
+    if (arrangement.ranks() == 1) {
+      const auto group = Group::from(queued_process_group(shards[0], 0, 1, device));
+      return Mesh::from_groups({group->split(0, {"split", ""})}, {"shard"}, device);
+    }
     auto inner = Group::from(queued_process_group(shards[replica], shard, arrangement.shards, device));
     if (arrangement.replicas == 1) {
       return Mesh::from_group(inner, "shard");
@@ -163,6 +167,26 @@ TEST(OnStreams, AnEventOfTheOptimizer) {
     root.set_post_optim_event(event);
   };
   expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, ShardsReplacedBetweenSteps) {
+  Trial trial = tied();
+  trial.before_step = [](Subject& subject, FSDPModule&, int) {
+    torch::NoGradGuard no_grad;
+    for (auto& shard : subject.module->parameters()) {
+      shard.set_data(shard.detach().clone());
+    }
+  };
+  expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, OneRankAlone) {
+  Trial trial = tied();
+  expect_parity_without_races(trial, {1});
+  trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  expect_parity_without_races(trial, {1});
+  trial.options.offload_policy = CPUOffloadPolicy{};
+  expect_parity_without_races(trial, {1});
 }
 
 TEST(OnStreams, SeveralRootsThatShareTheirStreams) {

@@ -13,6 +13,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/format.h"
+#include "comm/within_limit.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -48,22 +49,13 @@ std::string place_key(int rank) {
   return c10::str("waits/", rank);
 }
 
-/// Runs `talk` on a thread of its own and returns what it said within the limit.
-std::string within_limit(std::function<std::string()> talk) {
-  struct Answer {
-    Flag given;
-    std::string text;
-  };
-  const auto answer = std::make_shared<Answer>();
-  std::thread([answer, talk = std::move(talk)] {
-    try {
-      answer->text = talk();
-    } catch (const std::exception&) {
-      // The store is gone. There is nothing to say.
-    }
-    answer->given.raise();
-  }).detach();
-  return answer->given.wait_for(kAnswerLimit) ? answer->text : "";
+/// What `talk` says within the limit. If the store is gone, there is nothing to say.
+std::string hear_out(std::function<std::string()> talk) {
+  try {
+    return within_limit(kAnswerLimit, std::move(talk)).value_or("");
+  } catch (const std::exception&) {
+    return "";
+  }
 }
 
 /// "rank 1 has not come to it", "rank 2 is in unshard of 'head'", or nothing for a rank that waits for the same.
@@ -116,7 +108,7 @@ void NoticeBoard::announce(const std::string& reason) {
   if (!store_ || std::exchange(announced_, true)) {
     return;
   }
-  within_limit([store = store_, text = c10::str("rank ", rank_, " gave up: ", reason)] {
+  hear_out([store = store_, text = c10::str("rank ", rank_, " gave up: ", reason)] {
     if (!store->check({kAborted})) {
       store->set(kAborted, text);
     }
@@ -156,7 +148,7 @@ std::string NoticeBoard::ask(const Place& place) const {
   if (!store_) {
     return "";
   }
-  return within_limit([store = store_, rank = rank_, size = size_, place]() -> std::string {
+  return hear_out([store = store_, rank = rank_, size = size_, place]() -> std::string {
     if (store->check({kAborted})) {
       return store->get_to_str(kAborted);
     }

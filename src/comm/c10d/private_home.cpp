@@ -9,6 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
+#include "base/callers_lock.h"
 #include "base/log.h"
 #include "comm/c10d/copy_each.h"
 
@@ -215,9 +216,13 @@ void* PrivateHome::slice(size_t index) const {
 // Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.
 void PrivateHome::begin_write(const Label&) {
   if (const auto reading = reading_.lock()) {
+    const WithoutCallersLock no_callers_lock;
     reading->block_current_stream();
   }
-  copied_.synchronize();
+  if (memory_.device() != plan_->device) {
+    const WithoutCallersLock no_callers_lock;
+    copied_.synchronize();
+  }
 }
 
 std::unique_ptr<Gathered> PrivateHome::gather(const Label& label) {

@@ -25,10 +25,12 @@ size_t physical_memory() {
   return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// Addresses only; smaller where address space is limited.
+// Addresses only; smaller where address space is limited. Every process maps the arenas of all processes of the host: a
+// quarter of the 47 bits of addresses is for them, divided among as many as may ever be.
 std::shared_ptr<Segment> reserve() {
   constexpr size_t kAtLeast = size_t{1} << 30;
-  for (size_t bytes = std::max(kAtLeast, 2 * physical_memory());; bytes /= 2) {
+  constexpr size_t kAtMost = (size_t{1} << 45) / 256;
+  for (size_t bytes = std::clamp(2 * physical_memory(), kAtLeast, kAtMost);; bytes /= 2) {
     try {
       return Segment::create("fsdp-arena", bytes / 4096 * 4096, Access::kWrite);
     } catch (const Error&) {

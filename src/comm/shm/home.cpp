@@ -3,6 +3,7 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "base/callers_lock.h"
 #include "base/check.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/core.h"
@@ -162,6 +163,7 @@ class SharedHome final : public Home {
   void begin_write(const Label& label) override {
     Core& core = *state_->core;
     if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
+      const WithoutCallersLock no_callers_lock;
       core.phases.begin_write(label);
       core.collectives.release_kept(); // the others have read this step's gradients
     }
