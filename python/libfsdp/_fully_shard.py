@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from . import _C
+from ._composable import applied_to, mark
 from ._extended import Extended, GatherHooks, is_extended, stand_in
 from ._layout import DataParallel
 from ._mesh import check_mesh, default_mesh
@@ -73,6 +74,7 @@ def fully_shard(
     state.pending = any(sharded.needs_whole for _, _, sharded in places)
     for each in modules:
         each.__dict__["_fsdp_state"] = state
+        mark(each)
         each.__class__ = sharded_class(type(each))
     return module
 
@@ -123,7 +125,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
                 f"fully_shard does not support containers that do not implement forward: {each}. "
                 "Call it on the modules inside, or pass them as a list"
             )
-        if state_of(each) is not None or "fully_shard" in _composable_apis(each):
+        if "fully_shard" in applied_to(each):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
                 f"already been applied to the following module:\n{each}"
@@ -148,17 +150,11 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParal
         )
 
 
-def _composable_apis(module: nn.Module) -> Any:
-    from torch.distributed._composable.contract import _get_registry
-
-    return _get_registry(module) or {}
-
-
 def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules from ``root`` down, except those that another composable API replicates."""
     replicated: set[nn.Module] = set()
     for path, module in root.named_modules():
-        if "replicate" in _composable_apis(module):
+        if "replicate" in applied_to(module):
             replicated.update(module.modules())
         if module not in replicated:
             yield path, module
