@@ -93,13 +93,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     if not module._get_fsdp_state().converts:
         return
-    method = getattr(type(module), method_name)
+    method = _as_function(getattr(module, method_name), module)
 
     @functools.wraps(method)
     def through_boundary(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._get_fsdp_state().call(method, (self, *args), kwargs)
 
     module.__dict__[method_name] = through_boundary.__get__(module)
+
+
+def _as_function(method: Callable, module: nn.Module) -> Callable:
+    """Takes the module first, whichever it is: a copy of the module is going to call it on itself."""
+    if getattr(method, "__self__", None) is module:
+        return method.__func__
+    return functools.wraps(method)(lambda _, *args, **kwargs: method(*args, **kwargs))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
