@@ -67,8 +67,8 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    unit, places = _make_unit(modules, arguments, parallel)
-    state = FSDPState(unit, arguments, parallel.device)
+    unit, places, parallels = _make_unit(modules, arguments, parallel)
+    state = FSDPState(unit, arguments, parallels)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
     state.pending = any(sharded.needs_whole for _, _, sharded in places)
@@ -212,7 +212,7 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
 
 def _make_unit(
     modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
-) -> tuple[_C.Unit, list[tuple]]:
+) -> tuple[_C.Unit, list[tuple], list[DataParallel]]:
     ignored = set(arguments["ignored_params"] or ())
     views, slots = [], []
     planned: dict[nn.Parameter, _Plan] = {}
@@ -229,7 +229,8 @@ def _make_unit(
         slots.append(own)
     options = _engine_options(arguments, parallel, [plan.placement for plan in planned.values()])
     unit, shards = _C.shard_modules(views, options)
-    return unit, _show(slots, shards, planned)
+    parallels = {plan.parallel.mesh: plan.parallel for plan in planned.values()} or {parallel.mesh: parallel}
+    return unit, _show(slots, shards, planned), list(parallels.values())
 
 
 @dataclass(frozen=True)
