@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from . import _C
+from ._composable import mark, unmark
 from ._registered import Registered
 from ._sharded import extended_of
 from ._state import FSDPState, state_of
@@ -50,11 +51,13 @@ def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     try:
         for each in originals:
             each.__class__ = states[each][0]._original_class
+            unmark(each)
         return copy.deepcopy(module, memo)
     finally:
         for each, (sharded_type, state) in states.items():
             each.__class__ = sharded_type
             each.__dict__["_fsdp_state"] = state
+            mark(each)
         for each, names in shadows.items():
             each.__dict__.update(names)
 

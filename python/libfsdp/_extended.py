@@ -171,7 +171,7 @@ class Extended(Sharded):
         """From now on the module's code reads this one."""
         remember(whole, self, former=self.handle)
         self.handle = whole
-        self.shadow = self._around_handle()
+        self._show_handle()
 
     def enter(self, module: nn.Module, name: str) -> None:
         self.parameter._fsdp_sharded = weakref.ref(self)

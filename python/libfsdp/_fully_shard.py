@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from . import _C
+from ._composable import applied_to, mark
 from ._extended import Extended, GatherHooks, is_extended, stand_in
 from ._layout import DataParallel
 from ._mesh import check_mesh, default_mesh
@@ -66,13 +67,14 @@ def fully_shard(
         ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    unit, places = _make_unit(modules, arguments, parallel)
-    state = FSDPState(unit, arguments, parallel.device)
+    unit, places, parallels = _make_unit(modules, arguments, parallel)
+    state = FSDPState(unit, arguments, parallels)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
     state.pending = any(sharded.needs_whole for _, _, sharded in places)
     for each in modules:
         each.__dict__["_fsdp_state"] = state
+        mark(each)
         each.__class__ = sharded_class(type(each))
     return module
 
@@ -91,13 +93,20 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         raise ValueError(f"{type(module)} does not have a method {method_name}")
     if not module._get_fsdp_state().converts:
         return
-    method = getattr(type(module), method_name)
+    method = _as_function(getattr(module, method_name), module)
 
     @functools.wraps(method)
     def through_boundary(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return self._get_fsdp_state().call(method, (self, *args), kwargs)
 
     module.__dict__[method_name] = through_boundary.__get__(module)
+
+
+def _as_function(method: Callable, module: nn.Module) -> Callable:
+    """Takes the module first, whichever it is: a copy of the module is going to call it on itself."""
+    if getattr(method, "__self__", None) is module:
+        return method.__func__
+    return functools.wraps(method)(lambda _, *args, **kwargs: method(*args, **kwargs))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -123,7 +132,7 @@ def _checked_modules(module: Any) -> list[nn.Module]:
                 f"fully_shard does not support containers that do not implement forward: {each}. "
                 "Call it on the modules inside, or pass them as a list"
             )
-        if state_of(each) is not None or "fully_shard" in _composable_apis(each):
+        if "fully_shard" in applied_to(each):
             raise AssertionError(
                 "Each distinct composable distributed API can only be applied to a module once. fully_shard has "
                 f"already been applied to the following module:\n{each}"
@@ -148,17 +157,11 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParal
         )
 
 
-def _composable_apis(module: nn.Module) -> Any:
-    from torch.distributed._composable.contract import _get_registry
-
-    return _get_registry(module) or {}
-
-
 def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """All modules from ``root`` down, except those that another composable API replicates."""
     replicated: set[nn.Module] = set()
     for path, module in root.named_modules():
-        if "replicate" in _composable_apis(module):
+        if "replicate" in applied_to(module):
             replicated.update(module.modules())
         if module not in replicated:
             yield path, module
@@ -209,7 +212,7 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
 
 def _make_unit(
     modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
-) -> tuple[_C.Unit, list[tuple]]:
+) -> tuple[_C.Unit, list[tuple], list[DataParallel]]:
     ignored = set(arguments["ignored_params"] or ())
     views, slots = [], []
     planned: dict[nn.Parameter, _Plan] = {}
@@ -226,7 +229,8 @@ def _make_unit(
         slots.append(own)
     options = _engine_options(arguments, parallel, [plan.placement for plan in planned.values()])
     unit, shards = _C.shard_modules(views, options)
-    return unit, _show(slots, shards, planned)
+    parallels = {plan.parallel.mesh: plan.parallel for plan in planned.values()} or {parallel.mesh: parallel}
+    return unit, _show(slots, shards, planned), list(parallels.values())
 
 
 @dataclass(frozen=True)

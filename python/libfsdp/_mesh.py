@@ -1,5 +1,7 @@
 """DeviceMesh as the engine sees it."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -43,12 +45,24 @@ def engine_mesh(*meshes: DeviceMesh, shards: bool = True) -> _C.Mesh:
     """The dimensions of the meshes, one after another; the last one shards, unless ``shards`` is false."""
     device = device_of(meshes[0])
     dims = [(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
-    groups = [_C.group_of(mesh.get_group(dim), device, _shared_memory) for mesh, dim in dims]
+    groups = [_group_of(mesh, dim, device) for mesh, dim in dims]
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
     if not shards:
-        groups.append(_C.group_of_one())
+        groups.append(_group_of_one())
         names.append("shard")
     return _C.Mesh(groups, names, device)
+
+
+def _group_of(mesh: DeviceMesh, dim: int, device: torch.device) -> _C.Group:
+    if mesh.size(dim) == 1:
+        return _group_of_one()  # which exchanges nothing
+    return _C.group_of(mesh.get_group(dim), device, _shared_memory)
+
+
+@functools.cache
+def _group_of_one() -> _C.Group:
+    """The same one each time: meshes are equal if their groups are the same."""
+    return _C.group_of_one()
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -101,19 +101,21 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_custom_all_gather(self, comm: Callable) -> None:
         """Gathers through ``comm(output_tensor, input_tensor, group, async_op)``. Collective."""
         state = self._get_fsdp_state()
-        state.unit.set_custom_all_gather(as_all_gather(comm, state.arguments["mesh"]))
+        state.unit.set_custom_all_gather(as_all_gather(comm, state.only_parallel("set_custom_all_gather").mesh))
 
     def set_custom_reduce_scatter(self, comm: Callable) -> None:
         """Reduces through ``comm(output_tensor, input_tensor, group, op, async_op)``."""
         state = self._get_fsdp_state()
-        state.unit.set_custom_reduce_scatter(as_reduce_scatter(comm, state.arguments["mesh"]))
+        parallel = state.only_parallel("set_custom_reduce_scatter")
+        state.unit.set_custom_reduce_scatter(as_reduce_scatter(comm, parallel.mesh))
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
     ) -> None:
         """``hook`` is given the reduced gradient shards, flat, before they reach the parameters."""
         state = self._get_fsdp_state()
-        if stream is not None and state.arguments["mesh"].ndim > 1:
+        parallel = state.only_parallel("set_all_reduce_hook")
+        if stream is not None and parallel.engine.ndim > 1:
             raise ValueError("stream cannot be set when using native HSDP, which all-reduces by itself")
         state.unit.set_all_reduce_hook(hook, stream)
 

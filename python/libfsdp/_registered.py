@@ -47,6 +47,11 @@ class Registered(dict):
         if sharded is not None and name in seen:
             seen[name] = sharded.shadow if tensor is sharded.parameter else _whole(tensor, name, sharded)
 
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, name)
+        if name in self.sharded:
+            self.module().__dict__.pop(name, None)
+
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return dict, (dict(self),)
 

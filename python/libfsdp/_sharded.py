@@ -6,6 +6,7 @@ normal attribute lookup finds first. So the module's own code reads the whole pa
 """
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._layout import DataParallel
@@ -43,6 +45,45 @@ def remember(handle: torch.Tensor, sharded: "Sharded", former: torch.Tensor | No
     _by_handle[id(handle)] = sharded
 
 
+class OnTheWhole:
+    """What users do to a whole parameter that concerns gradients, which the registered one gets. Holds no reference."""
+
+    def __init__(self, sharded: "Sharded"):
+        self.sharded = weakref.ref(sharded)
+        self.shadow, self.handle = weakref.ref(sharded.shadow), weakref.ref(sharded.handle)
+
+    methods = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__getstate__")
+
+    @staticmethod
+    def divert(sharded: "Sharded") -> None:
+        diverted = OnTheWhole(sharded)
+        for name in OnTheWhole.methods:
+            setattr(sharded.shadow, name, getattr(diverted, name))
+
+    def __getstate__(self) -> dict:
+        """Of the tensor, for pickling: without these methods."""
+        return {name: value for name, value in vars(self.shadow()).items() if name not in OnTheWhole.methods}
+
+    def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
+        self.sharded().parameter.requires_grad_(requires_grad)
+        torch.Tensor.requires_grad_(self.handle(), requires_grad)
+        return self.shadow()
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        return self.sharded().parameter.register_post_accumulate_grad_hook(hook)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+        """For the gradient of this rank alone. PyTorch puts hooks of Python in the place of the engine's, which takes
+        away what stands in for the last gradient; so does the first one here."""
+        handle = self.handle()
+        if not handle._backward_hooks:
+            torch.Tensor.register_hook(handle, self._forget_last_gradient)
+        return torch.Tensor.register_hook(self.shadow(), hook)
+
+    def _forget_last_gradient(self, _gradient: torch.Tensor) -> None:
+        self.handle().grad = None
+
+
 class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
@@ -64,7 +105,7 @@ class Sharded:
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
-        self.shadow = self._around_handle()
+        self._show_handle()
         remember(self.handle, self)
 
     @staticmethod
@@ -91,6 +132,10 @@ class Sharded:
         parameter = nn.Parameter(DTensor(shard.detach(), spec, requires_grad=False), requires_grad)
         parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
         return parameter
+
+    def _show_handle(self) -> None:
+        self.shadow = self._around_handle()
+        OnTheWhole.divert(self)
 
     def _around_handle(self) -> torch.Tensor:
         """What the module's code reads: the handle, or a DTensor through which gradients reach it."""
@@ -126,7 +171,7 @@ class Sharded:
         if self.around is not None and not self.parameter.is_meta:
             self.handle.detach()  # an operator, before which the engine takes over new data; collective then
             if self.handle.dtype != self.shadow.dtype:
-                self.shadow = self._around_handle()
+                self._show_handle()
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 from . import _C
+from ._layout import DataParallel
 from ._registered import Registered
 from ._sharded import Sharded
 
@@ -44,17 +45,26 @@ def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
 class FSDPState(_C.ModuleState):
     """One call of ``fully_shard``: its unit, and the places of its parameters. Shared by the modules of a list."""
 
-    def __init__(self, unit: _C.Unit, arguments: dict[str, Any], device: torch.device):
+    def __init__(self, unit: _C.Unit, arguments: dict[str, Any], parallels: list[DataParallel]):
         super().__init__()
         self.unit = unit
         self.arguments = arguments
-        self.device = device
+        self.parallels = parallels  # one for each mesh that the parameters are on
+        self.device = parallels[0].device
         self.places: list[tuple[weakref.ref[nn.Module], str, Sharded]] = []
         policy = arguments["mp_policy"]
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
-        self.moves_inputs = device.type != "cpu"
+        self.moves_inputs = self.device.type != "cpu"
         self.converts = bool(self.input_dtype or self.output_dtype or self.moves_inputs)
+
+    def only_parallel(self, setter: str) -> DataParallel:
+        if len(self.parallels) > 1:
+            raise ValueError(
+                f"{setter} is for parameters on one mesh, and shard_placement_fn put this module's on "
+                f"{len(self.parallels)}: which of them would it be for?"
+            )
+        return self.parallels[0]
 
     def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:
         sharded.enter(module, name)

@@ -1,9 +1,16 @@
 """Models and training loops that the tests share."""
 
+import collections
+import json
+import pathlib
+import tempfile
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+import libfsdp
 
 BATCH = 4  # of each rank
 
@@ -90,3 +97,17 @@ def check_training(sharded, reference, loss_of, shape, exact, steps=4, optimizer
         check_same(sharded, reference, exact)
         ours.zero_grad()
         theirs.zero_grad()
+
+
+def recorded(step):
+    """What the engine does in a step: how often it "gather"s, "start reduction"s and so on, for each unit."""
+    with tempfile.TemporaryDirectory() as folder:
+        with libfsdp.trace(pathlib.Path(folder) / "step.json"):
+            step()
+        (file,) = pathlib.Path(folder).iterdir()
+        events = json.loads(file.read_text())
+    counts = collections.defaultdict(collections.Counter)
+    for event in events:
+        if event["ph"] == "X":
+            counts[event["name"]][event.get("args", {}).get("unit")] += 1
+    return counts

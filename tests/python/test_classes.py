@@ -71,7 +71,8 @@ def test_modules_without_parameters():
     model = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
-    assert isinstance(model[0].unshard(async_op=True), UnshardHandle)
+    handle = model[0].unshard(async_op=True)
+    assert isinstance(handle, UnshardHandle) and handle.wait() is None
     model[0].reshard()
     model(torch.rand(1, 2)).sum().backward()
 

@@ -1,5 +1,7 @@
 """Which forwards and backwards there may be."""
 
+import collections
+import functools
 import itertools
 
 import pytest
@@ -220,3 +222,199 @@ def test_forward_mode_differentiation():
         point, direction = torch.rand(2, 5), torch.rand(2, 5)
         got, expected = (torch.func.jvp(each, (point,), (direction,)) for each in (model, reference))
         assert torch.equal(got[0], expected[0]) and torch.equal(got[1], expected[1])
+
+
+@on_ranks(2)
+def test_a_child_alone_before_the_root_ever_ran():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    for each in (model, reference):
+        hidden = each[0](torch.ones(1, 5))
+        assert hidden.shape == (1, 7)
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+class Repeats(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.outer(self.inner(torch.tanh(self.inner(x))))
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 1])
+@on_ranks(2, comm=("shm",))
+def test_a_module_called_twice_in_one_forward(reshard):
+    reference, model = seeded(Repeats), seeded(Repeats)
+    for module in (model.inner, model):
+        fully_shard(module, reshard_after_forward=reshard)
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+class Language(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embedding = nn.Embedding(8, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 8, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, batch):
+        x = self.embedding(batch.argmax(-1))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def recomputed(blocks, kind):
+    for i, block in enumerate(blocks):
+        if kind == "composable":
+            composable_checkpoint(block)
+        elif kind == "wrapper":
+            blocks[i] = checkpoint_wrapper(block)
+        elif kind == "function":
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+@pytest.mark.parametrize("grouping", ["blocks", "lists", "tied"])
+@on_ranks(2, comm=("shm",))
+def test_groupings_with_recomputation(grouping):
+    make = lambda: Language(tied=grouping == "tied")  # noqa: E731
+    for kind, reshard in itertools.product(("none", "composable", "wrapper", "function"), (True, False, 1)):
+        reference, model = seeded(make), seeded(make)
+        for each in (reference, model):
+            recomputed(each.blocks, kind)
+        if grouping == "lists":
+            fully_shard(model.embedding, reshard_after_forward=reshard)
+            model.embedding.set_unshard_in_backward(False)
+            fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=reshard)
+        fully_shard(model, reshard_after_forward=reshard)
+        check_training(model, reference, loss_of, (8,), exact=True, steps=2)
+
+
+class WithChunks(Head):
+    """Its head is run by the loss, on one part after another."""
+
+    def loss(self, batch, checkpointed=False):
+        hidden = self(batch)
+        run = functools.partial(checkpoint, self.head, use_reentrant=False) if checkpointed else self.head
+        return sum(run(chunk).float().pow(2).sum() for chunk in hidden.chunk(2)) / 8
+
+
+@on_ranks(2)
+def test_grouped_as_ungrouped():
+    """However a partial forward goes on, it makes no difference that a list was sharded as one unit."""
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    several = {}, dict(reshard_after_forward=1), dict(mp_policy=low)
+    for checkpointed, options in itertools.product((False, True), several):
+        grouped, ungrouped = seeded(WithChunks), seeded(WithChunks)
+        fully_shard([grouped.norm, grouped.head], **options)
+        for module in (ungrouped.norm, ungrouped.head):
+            fully_shard(module, **options)
+        losses = [fully_shard(model, **options).loss(mine(rows(0, 6)), checkpointed) for model in (grouped, ungrouped)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for p, q in zip(grouped.parameters(), ungrouped.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(q.grad))
+        outputs = grouped.norm(torch.rand(2, 6)), grouped.head(torch.rand(2, 6))
+        assert all(out.dtype == torch.float32 for out in outputs), "cast as each of the two leaves"
+
+
+class Several(nn.Module):
+    """Takes and gives what is no tensor: a list, a tuple, a named tuple, a dictionary."""
+
+    Given = collections.namedtuple("Given", "left right")
+
+    def __init__(self, kind):
+        super().__init__()
+        self.left, self.right, self.kind = nn.Linear(4, 4), nn.Linear(4, 4), kind
+
+    def forward(self, given):
+        left, right = given.values() if isinstance(given, dict) else given
+        left, right = self.left(left), self.right(right)
+        made = {
+            "list": lambda: [left, right],
+            "tuple": lambda: (left, right),
+            "named tuple": lambda: self.Given(left, right),
+            "dictionary": lambda: dict(left=left, right=right),
+        }
+        return made[self.kind]()
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@on_ranks(2, comm=("shm",))
+def test_containers_between_modules_of_which_the_loss_uses_a_part(reshard):
+    for kind, used in itertools.product(("list", "tuple", "named tuple", "dictionary"), (slice(0, 1), slice(0, 2))):
+        make = lambda: nn.Sequential(*(Several(kind) for _ in range(3)))  # noqa: B023, E731
+        reference, model = seeded(make), seeded(make)
+        for module in (*model, model):
+            fully_shard(module, reshard_after_forward=reshard)
+
+        def loss(module, batch):
+            out = module((batch, batch * 2))
+            parts = list(out.values() if isinstance(out, dict) else out)[used]  # noqa: B023
+            return sum(part.pow(2).mean() for part in parts)
+
+        for step in range(2):
+            loss(model, mine(rows(step, 4))).backward()
+            reference_backward(reference, loss, rows(step, 4))
+            check_same(model, reference, what="gradients")
+            assert (model[2].right._parameters["weight"].grad is None) == (used == slice(0, 1))
+            model.zero_grad(), reference.zero_grad()
+
+
+@on_ranks(2)
+def test_evaluation_between_steps_with_frozen_units_in_between():
+    make = lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(5)))  # noqa: E731
+    reference, model = seeded(make), seeded(make)
+    for each in (reference, model):
+        for i in (1, 3):
+            each[i].requires_grad_(False)
+    for module in (*model, model):
+        fully_shard(module)
+    for thawed in ((), (1,), (1, 3)):
+        for each in (reference, model):
+            for i in thawed:
+                each[i].requires_grad_(True)
+        check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+        with torch.no_grad():
+            assert torch.equal(model(mine(rows(7, 5))), reference(mine(rows(7, 5))))
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.armed:
+            raise KeyError("on purpose")
+        return gradient, None
+
+
+@on_ranks(2)
+def test_recovery_after_an_exception_in_backward():
+    class Fails(nn.Module):
+        armed = False
+
+        def forward(self, x):
+            return FailsInBackward.apply(x, self.armed)
+
+    make = lambda: nn.Sequential(nn.Linear(5, 5), Fails(), nn.Linear(5, 5))  # noqa: E731
+    reference, model = seeded(make), seeded(make)
+    for module in (model[0], model[2], model):
+        fully_shard(module)
+    check_training(model, reference, loss_of, (5,), exact=True, steps=1)
+    model[1].armed = True
+    with pytest.raises(KeyError, match="on purpose"):
+        loss_of(model, mine(rows(0, 5))).backward()
+    model[1].armed = False
+    model.reset_iter_state()
+    model.zero_grad()
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)

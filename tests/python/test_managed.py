@@ -1,7 +1,9 @@
 """Which parameters fully_shard manages, and in which modules."""
 
+import copy
 import gc
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,6 +26,51 @@ def test_replicated_subtrees_are_left_alone():
     reference_backward(reference, loss_of, rows(0, 5))
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+@on_ranks(2, comm=("gloo",))
+def test_sharded_modules_are_left_alone_by_replicate():
+    reference, model = seeded(mlp), seeded(mlp)
+    fully_shard(model[2])
+    replicate(model)
+    loss_of(model, mine(rows(0, 5))).backward()
+    reference_backward(reference, loss_of, rows(0, 5))
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(p.grad), q.grad)
+    twin = copy.deepcopy(model[2])
+    for module in (model[2], twin):
+        with pytest.raises(RuntimeError, match="already managed"):
+            replicate(module)
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_several_modules_share_stays_shared():
+    """A parameter, a buffer, a module; and a module of a list that is inside of another one."""
+    model = seeded(mlp)
+    model[0].weight = model[2][0].weight = nn.Parameter(torch.rand(7, 5))
+    model[0].register_buffer("table", torch.arange(3.0))
+    model[3].register_buffer("table", model[0].table)
+    table = model[0].table
+    assert fully_shard([model, model[2], model[2][0]]) == [model, model[2], model[2][0]]
+    assert model[0]._parameters["weight"] is model[2][0]._parameters["weight"]
+    assert model[0].table is model[3].table is table and torch.equal(table, torch.arange(3.0))
+    names = [type(module).__name__ for module in (model, model[2], model[2][0])]
+    assert names == ["FSDPSequential", "Sequential", "Linear"], "the one around the others is the unit"
+    assert len(list(model.parameters())) == 5 and all(map(is_sharded, model.parameters()))
+
+
+@on_ranks(2)
+def test_trainable_parameters_of_several_dtypes_in_one_unit():
+    class Several(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 3).double()
+
+        def forward(self, x):
+            return self.second(self.first(x).double())
+
+    reference, model = seeded(Several), fully_shard(seeded(Several))
+    check_training(model, reference, lambda module, batch: module(batch).pow(2).mean(), (5,), exact=True, steps=2)
 
 
 @on_ranks(2)
@@ -84,13 +131,17 @@ def test_frozen_eight_bit_parameters_in_the_same_unit():
 def test_replicas_keep_what_they_were_made_with():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     replica = mesh["replicate"].get_local_rank()
-    model = fully_shard(seeded(mlp, seed=replica), mesh=mesh)
+    model = seeded(mlp, seed=replica)
+    model.register_buffer("counts", torch.full((2,), float(replica)))
+    fully_shard(model, mesh=mesh)
     for p, q in zip(model.parameters(), seeded(mlp, seed=replica).parameters(), strict=True):
         assert torch.equal(whole(p.to_local() * 1), whole(p.to_local()))
         rows_of_mine = q.chunk(2)[mesh["shard"].get_local_rank()]
         assert torch.equal(p.to_local(), rows_of_mine), "nothing is broadcast"
-    for p in model.parameters():  # the user does it
-        dist.broadcast(p.to_local(), group_src=0, group=mesh.get_group("replicate"))
+    assert torch.equal(model.counts, torch.full((2,), float(replica)))
+    for tensor in (*(p.to_local() for p in model.parameters()), *model.buffers()):  # the user does it
+        dist.broadcast(tensor, group_src=0, group=mesh.get_group("replicate"))
+    assert torch.equal(model.counts, torch.zeros(2))
     for p, q in zip(model.parameters(), seeded(mlp, seed=0).parameters(), strict=True):
         assert torch.equal(model.get_submodule("0").weight.shape and whole(p), q)
 

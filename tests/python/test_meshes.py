@@ -99,6 +99,48 @@ def test_a_mesh_for_some_parameters():
     torch.testing.assert_close(whole(model[0]._parameters["bias"].grad), sum(own) / 2)
 
 
+@pytest.mark.parametrize("reshard", [True, 2])
+@on_ranks(4, comm=("shm",))
+def test_hybrid_meshes_for_some_parameters(reshard):
+    """One for biases, which all ranks share in the end, and one for weights, which are cut in another order."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, ShardPlacementResult
+
+    wide = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    own = HSDPMeshInfo(hybrid, shard_mesh_dim=1, replicate_mesh_dim=0)
+    model = seeded(mlp)
+    place = lambda p: ShardPlacementResult(Shard(0), own) if p.ndim == 1 else Shard(p.ndim - 1)  # noqa: E731
+    for block in (model[0], model[2], model):
+        fully_shard(block, mesh=wide, shard_placement_fn=place, reshard_after_forward=reshard)
+    weight, bias = model[0]._parameters["weight"], model[0]._parameters["bias"]
+    assert (weight.device_mesh, weight.placements) == (wide, (Replicate(), Shard(1)))
+    assert (bias.device_mesh, bias.placements) == (hybrid, (Replicate(), Shard(0)))
+    check_training(model, seeded(mlp), loss_of, (5,), exact=False, steps=2)
+
+
+@on_ranks(4, comm=("shm",))
+def test_collectives_for_one_mesh_where_there_are_several():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    inner = FSDPMeshInfo(mesh["inner"], shard_mesh_dim=0)
+    sizes = []
+
+    def gather(output_tensor, input_tensor, group, async_op):
+        sizes.append(group.size())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    mixed, same = seeded(mlp), seeded(mlp)
+    fully_shard(mixed, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), inner) if p.ndim == 1 else None)
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_all_reduce_hook"):
+        with pytest.raises(ValueError, match=f"{name} is for parameters on one mesh"):
+            getattr(mixed, name)(gather)
+    fully_shard(same, shard_placement_fn=lambda p: ShardPlacementResult(Shard(0), inner))
+    same.set_custom_all_gather(gather)
+    x = mine(rows(0, 5))
+    assert torch.equal(same(x), seeded(mlp)(x)) and set(sizes) == {2}
+
+
 @on_ranks(2, comm=("shm",))
 def test_shared_memory_takes_over_unless_told_otherwise():
     import os

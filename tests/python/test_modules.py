@@ -1,7 +1,9 @@
 """Unmodified modules of every kind train as they do unsharded."""
 
 import collections
+import copy
 import dataclasses
+import types
 
 import pytest
 import torch
@@ -43,6 +45,15 @@ class Convolutions(nn.Module):
         return self.layers(x)
 
 
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.ConvTranspose2d(6, 3, 3))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
 class Lists(nn.Module):
     def __init__(self):
         super().__init__()
@@ -74,6 +85,7 @@ CASES = {
     "transformer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), (3, 8), ["linear1"]),
     "recurrent": (Recurrent, (3, 6), ["lstm"]),
     "convolutions": (Convolutions, (3, 8, 8), ["layers"]),
+    "convolutions with batch norm": (Normed, (3, 6, 6), ["layers.0"]),
     "lists": (Lists, (6,), ["blocks.0", "blocks.2", "heads.b"]),
     "tied": (Tied, (7,), ["middle"]),
     "tied across units": (Tied, (7,), ["embedding", "head"]),
@@ -246,6 +258,25 @@ def test_any_method_and_any_submodule_may_be_called():
         return (module.encode(batch) + module.second(batch)).pow(2).mean()
 
     check_training(model, reference, encode_loss, (5,), exact=True)
+
+
+@on_ranks(2, comm=("shm",))
+def test_methods_that_belong_to_one_object_can_be_registered():
+    policy = libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = Methods()
+    model.bound = types.MethodType(lambda self, x: self.first(x), model)
+    model.plain = lambda x: model.second(x)
+    fully_shard(model, mp_policy=policy)
+    for name in ("bound", "plain", "encode"):
+        assert getattr(model, name)(torch.rand(2, 5)).dtype == torch.bfloat16
+        libfsdp.register_fsdp_forward_method(model, name)
+        assert getattr(model, name)(torch.rand(2, 5)).dtype == torch.float64
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.first.bias.add_(1)
+    x = torch.rand(2, 5)
+    for name in ("bound", "encode"):
+        assert not torch.equal(getattr(twin, name)(x), getattr(model, name)(x)), "a copy runs its own"
 
 
 @on_ranks(2, comm=("shm",))

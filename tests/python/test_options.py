@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.tensor import Shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import libfsdp
 from harness import on_ranks
@@ -79,20 +80,31 @@ TOGETHER = {
 }
 
 
+def check_as_pytorch(name, options, accumulate, clip):
+    """Same seed, same options, side by side. In bfloat16 PyTorch and the shared-memory group add in other orders."""
+    ours = shard_with(fully_shard, seeded(even), **options)
+    theirs = shard_with(torch_fsdp.fully_shard, seeded(even), **options)
+    got, expected = train(ours, 2, accumulate, clip), train(theirs, 2, accumulate, clip)
+    low = "mp_policy" in options and name != "outputs"
+    bound = dict(rtol=2e-2, atol=2e-2) if low else dict(rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), msg=lambda m: f"{name}: {m}", **bound)
+    for (path, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert p.placements == q.placements and p.to_local().shape == q.to_local().shape, (name, path)
+        torch.testing.assert_close(whole(p), whole(q), msg=lambda m: f"{name} {path}: {m}", **bound)
+
+
 @on_ranks(2, 4)
 def test_as_pytorch_trains():
-    """Same seed, same options, side by side. In bfloat16 PyTorch and the shared-memory group add in other orders."""
     for name, options in (ALONE | TOGETHER).items():
-        for accumulate, clip in [(1, None), (2, 0.5)]:
-            ours = shard_with(fully_shard, seeded(even), **options)
-            theirs = shard_with(torch_fsdp.fully_shard, seeded(even), **options)
-            got, expected = train(ours, 2, accumulate, clip), train(theirs, 2, accumulate, clip)
-            low = "mp_policy" in options and name != "outputs"
-            bound = dict(rtol=2e-2, atol=2e-2) if low else dict(rtol=1e-5, atol=1e-6)
-            torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), msg=lambda m: f"{name}: {m}", **bound)
-            for (path, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-                assert p.placements == q.placements and p.to_local().shape == q.to_local().shape, (name, path)
-                torch.testing.assert_close(whole(p), whole(q), msg=lambda m: f"{name} {path}: {m}", **bound)
+        check_as_pytorch(name, options, 1, None)
+        check_as_pytorch(name, options, 2, 0.5)
+
+
+@on_ranks(4)
+def test_as_pytorch_trains_on_hybrid_meshes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for name, options in (ALONE | TOGETHER).items():
+        check_as_pytorch(name, dict(options, mesh=mesh), accumulate=2, clip=0.5)
 
 
 @on_ranks(2, comm=("gloo",))
@@ -205,6 +217,7 @@ def test_clip_grad_norm():
             reference_backward(reference, loss_of, rows(0, 5))
             expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
             norm = clip(model.parameters(), 0.01, norm_type)
+            assert isinstance(norm, DTensor) == (clip is torch.nn.utils.clip_grad_norm_)
             torch.testing.assert_close(whole(norm), expected)
             check_same(model, reference, exact=False, what="gradients")
 
@@ -282,6 +295,33 @@ def test_unused_parameters_as_zeros():
     model(torch.ones(1, 3)).sum().backward()
     for p in (model.left._parameters["bias"], model.right._parameters["bias"]):
         assert torch.equal(whole(p.grad), torch.full((3,), 0.5))
+
+
+@on_ranks(2)
+def test_setters_that_recurse_only_when_they_are_told_to():
+    model = shard_with(fully_shard, seeded(mlp))
+    for recurse in (False, True):
+        model.set_reshard_after_backward(False, recurse=recurse)
+        loss_of(model, mine(rows(0, 5))).backward()
+        assert model[3].weight.data_ptr() != 0
+        if not recurse:
+            with pytest.raises(RuntimeError, match="2.0.weight.*sharded at this moment"):
+                model[2][0].weight.data_ptr()
+        else:
+            assert model[2][0].weight.data_ptr() != 0
+    model.zero_grad()
+    model.set_reshard_after_backward(True)
+    for recurse in (False, True):
+        model.set_reduce_scatter_unused_params(True, recurse=recurse)
+        model[2](torch.rand(2, 7)).sum().backward()
+        assert (model[0]._parameters["weight"].grad is None) == (not recurse)
+        assert whole(model[3]._parameters["weight"].grad).abs().max() == 0
+        model.set_reduce_scatter_unused_params(False)
+        model.zero_grad()
+    for recurse in (False, True):
+        model.set_separate_reduce_scatter_group(True, recurse=recurse)
+        model.set_reduce_scatter_max_input_buffers(2, recurse=recurse)
+    check_training(model, seeded(mlp), loss_of, (5,), exact=True, steps=2)
 
 
 @on_ranks(2)

@@ -1,8 +1,12 @@
 """Frozen parameters, other owners, hooks."""
 
+import functools
+import itertools
+
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import fully_shard
@@ -26,14 +30,18 @@ def test_frozen_and_trainable_uses_of_the_same_layers():
 
 @on_ranks(2)
 def test_only_trainable_gradients_are_reduced():
-    sizes = []
-    model = seeded(mlp)
-    for parameter in model[2].parameters():
-        parameter.requires_grad_(False)
-    fully_shard(model)
-    model.set_all_reduce_hook(lambda gradient: sizes.append(gradient.numel()))
-    loss_of(model, mine(rows(0, 5))).backward()
-    assert sum(sizes) == sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+    for frozen_first, checkpointed in itertools.product((True, False), (True, False)):
+        sizes = []
+        model = seeded(mlp)
+        if frozen_first:
+            model[2].requires_grad_(False)
+        fully_shard(model)
+        model[2].requires_grad_(False)
+        model.set_all_reduce_hook(lambda gradient: sizes.append(gradient.numel()))  # noqa: B023
+        call = functools.partial(checkpoint, model, use_reentrant=False) if checkpointed else model
+        loss_of(call, mine(rows(0, 5))).backward()
+        assert sum(sizes) == sum(p.to_local().numel() for p in model.parameters() if p.requires_grad)
+        assert all(p.grad is None for p in model[2].parameters())
 
 
 @on_ranks(2, comm=("gloo",))

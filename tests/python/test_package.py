@@ -1,6 +1,8 @@
 """The package itself: version, command line, exports, torch.compile."""
 
 import ast
+import importlib.metadata
+import importlib.util
 import pathlib
 import subprocess
 import sys
@@ -27,6 +29,36 @@ def test_command_line():
     assert command("--cmake-dir").strip().endswith("lib/cmake/fsdp")
 
 
+def test_a_torch_that_is_missing_or_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
+    with pytest.raises(ImportError, match=r"torch 2\.11 or later, and 2\.10\.1\+cpu is installed"):
+        libfsdp._torch.check_torch()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ImportError, match=r"torch 2\.11 or later, and none is installed"):
+        libfsdp._torch.check_torch()
+
+
+def test_a_build_names_a_torch_that_is_missing_or_too_old(monkeypatch):
+    pytest.importorskip("scikit_build_core")
+    backend_file = pathlib.Path(__file__).parents[2] / "python" / "backend.py"
+    spec = importlib.util.spec_from_file_location("backend", backend_file)
+    backend = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(backend)
+    found = "2.10.1"
+
+    def version(name):
+        if found is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(SystemExit, match=r"torch 2\.11 or later, and 2\.10\.1 is installed"):
+        backend.build_wheel("nowhere")
+    found = None
+    with pytest.raises(SystemExit, match="--no-build-isolation"):
+        backend.build_editable("nowhere")
+
+
 def test_exports():
     names = (
         "fully_shard FSDPModule UnshardHandle register_fsdp_forward_method MixedPrecisionPolicy OffloadPolicy "
@@ -36,6 +68,15 @@ def test_exports():
     for name in names:
         thing = getattr(libfsdp, name)
         assert thing.__doc__, f"{name} has no docstring"
+
+
+def test_policies_are_pytorchs_from_wherever_they_are_imported():
+    from torch.distributed import fsdp
+    from torch.distributed._composable import fsdp as former
+
+    for name in ("MixedPrecisionPolicy", "OffloadPolicy", "CPUOffloadPolicy"):
+        assert getattr(libfsdp, name) is getattr(fsdp, name) is getattr(former, name)
+    assert issubclass(libfsdp.FSDPModule, former.FSDPModule)
 
 
 def test_signatures_are_pytorchs():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -88,6 +89,15 @@ def test_hybrid_with_tensor_parallel():
 
 
 @on_ranks(4)
+def test_resharded_to_fewer_ranks_with_tensor_parallelism():
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(mesh["tp"])
+    for module in (model.up, model):
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward=2)
+    check_as_unsharded(model, mesh)
+
+
+@on_ranks(4)
 def test_as_pytorch_with_tensor_parallel():
     """Placements, local shards, norms, scaled losses: side by side with PyTorch's own."""
     world = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
@@ -121,13 +131,17 @@ def test_as_pytorch_with_tensor_parallel():
             assert state[name].to_local().data_ptr() == p.to_local().data_ptr()
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
 @on_ranks(4, comm=("shm",))
-def test_tensor_parallel_state_dicts():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    source, target = (fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]) for _ in range(2))
+def test_tensor_parallel_state_dicts(hybrid):
+    shape, data_parallel = ((2, 1, 2), ("replicate", "dp")) if hybrid else ((1, 2, 2), ("dp",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp"))
+    source, target = (fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh[data_parallel]) for _ in range(2))
     with torch.no_grad():
         for parameter in source.parameters():
             parameter.mul_(3)
+    for name, value in source.state_dict().items():
+        assert torch.equal(whole(value), 3 * seeded(MLP).state_dict()[name])
     for assign in (False, True):
         target.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=assign)
         x = batch_of(mesh, 0)[1]
@@ -173,8 +187,6 @@ def on_whole_mesh(mesh, rest):
 
 @on_ranks(2, 4, comm=("shm",))
 def test_one_mesh_for_everything():
-    import torch.distributed as dist
-
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for dims, placement in [(DataParallelMeshDims(shard="dp"), Shard(0)), (DataParallelMeshDims(replicate="dp"), None)]:
         model = on_whole_mesh(mesh, None)
@@ -251,6 +263,23 @@ def test_one_mesh_as_pytorch_lays_it_out():
             assert torch.equal(whole(p), q), (dims, p.placements)
 
 
+@on_ranks(4, comm=("shm",))
+def test_collectives_and_hooks_are_those_of_the_data_parallel_dimension():
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "tp"))
+    model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+    sizes, hooked = [], []
+
+    def gather(output_tensor, input_tensor, group, async_op):
+        sizes.append(group.size())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    model.set_custom_all_gather(gather)
+    model.set_all_reduce_hook(lambda gradient: hooked.append(gradient.numel()), stream=torch.Stream("cpu"))
+    check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+    assert set(sizes) == {4} and hooked
+
+
 @on_ranks(2, comm=("shm",))
 def test_zeros_for_parameters_that_are_dtensors_and_unused():
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
@@ -293,3 +322,43 @@ def test_wrong_meshes():
     with pytest.raises(ValueError, match="Expected Replicate"):
         fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
     assert libfsdp.DataParallelMeshDims is DataParallelMeshDims
+
+
+class Experts(nn.Module):
+    """Between two linear modules, of which all ranks have all, experts of which each rank has some."""
+
+    def __init__(self):
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.rand(4, 8, 8))
+
+    def forward(self, x):
+        own = self.experts.to_local() if isinstance(self.experts, DTensor) else self.experts
+        return self.after(torch.einsum("bi,eij->bj", torch.tanh(self.before(x)), own))
+
+
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    everyone = world._flatten("everyone")
+    among_experts = FSDPMeshInfo(world["dp"], shard_mesh_dim=0)
+    place = lambda p: ShardPlacementResult(Shard(1), among_experts) if isinstance(p, DTensor) else None  # noqa: E731
+    for options in ({}, dict(reshard_after_forward=False)):
+        models = []
+        for shard in (fully_shard, torch_fsdp.fully_shard):
+            model = seeded(Experts)
+            model.experts = nn.Parameter(distribute_tensor(model.experts.detach(), world["ep"], [Shard(0)]))
+            shard(model, mesh=everyone, shard_placement_fn=place, **options)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+            for step in range(2):
+                rows = torch.rand(16, 8, generator=torch.Generator().manual_seed(step))
+                model(rows[dist.get_rank() * 4 :][:4]).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            models.append(dict(model.named_parameters()))
+        for name, p in models[0].items():
+            q = models[1][name]
+            assert p.placements == q.placements and p.device_mesh == q.device_mesh, name
+            torch.testing.assert_close(p.to_local(), q.to_local(), msg=lambda m: f"{name}: {m}")  # noqa: B023

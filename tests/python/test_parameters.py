@@ -7,11 +7,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import libfsdp
 from harness import on_ranks
-from libfsdp import fully_shard
+from libfsdp import CPUOffloadPolicy, fully_shard
 from subjects import check_same, check_training, mine, mlp, reference_backward, rows, seeded, whole
 
 
@@ -52,6 +53,45 @@ def test_state_dict_shares_storage_and_moves_nothing():
     optimizer.step()
     for name, parameter in model.named_parameters():
         assert torch.equal(saved[name].to_local(), parameter.to_local()), "the saved state follows the training"
+
+
+@pytest.mark.parametrize("reshard", [None, True, False, 1])
+@on_ranks(2, comm=("shm",))
+def test_registered_parameters_are_the_shards_at_any_time(reshard):
+    model, reference = sharded_mlp(reshard_after_forward=reshard), seeded(mlp)
+    shards = list(model.parameters())
+    handles = [model[0].weight, model[3].bias]
+
+    def check():
+        assert all(p is q for p, q in zip(model.parameters(), shards, strict=True))
+        assert model[0].weight is handles[0] and model[3].bias is handles[1]
+        check_same(model, reference)
+
+    check()
+    model.unshard()
+    model[0].unshard(async_op=True).wait()
+    check()
+    loss = loss_of(model, mine(rows(0, 5)))
+    check()
+    model[0].reshard()
+    loss.backward()
+    check()
+
+
+@on_ranks(4, comm=("shm",))
+def test_loading_a_state_dict_writes_in_place():
+    """Some ranks hold nothing of a small layer; their shards stay where they are as well."""
+    hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for width in (2, 3, 4, 5):
+        make = lambda: nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, 4))  # noqa: B023, E731
+        for options in ({}, dict(mesh=hybrid), dict(shard_placement_fn=lambda p: Shard(1) if p.ndim > 1 else None)):
+            model, other = fully_shard(seeded(make), **options), fully_shard(seeded(make, 7), **options)
+            where = [p.to_local().data_ptr() for p in model.parameters()]
+            model.load_state_dict(other.state_dict())
+            assert [p.to_local().data_ptr() for p in model.parameters()] == where
+            check_same(model, seeded(make, 7))
+            x = mine(rows(0, 4))
+            assert torch.equal(model(x), other(x))
 
 
 @pytest.mark.parametrize("assign", [False, True])
@@ -103,13 +143,25 @@ def test_to_dtype():
     model.zero_grad()
     assert model.to(torch.float64) is model
     for parameter in model.parameters():
-        assert parameter.dtype == parameter.to_local().dtype == torch.float64
+        assert parameter.dtype == parameter.to_local().dtype == parameter._spec.tensor_meta.dtype == torch.float64
 
     def double_loss(module, batch):
         return module(batch.double()).pow(2).mean()
 
     check_training(model, reference, double_loss, (5,), exact=True, steps=3)
     assert next(model.parameters()).grad is None
+
+
+@on_ranks(2, comm=("shm",))
+def test_to_device_leaves_shards_that_are_there():
+    model, reference = sharded_mlp(), seeded(mlp)
+    shards = list(model.parameters())
+    where = [p.to_local().data_ptr() for p in shards]
+    for move in (model.cpu, lambda: model.to("cpu"), lambda: model[2].to(torch.device("cpu"))):
+        move()
+        assert all(p is q for p, q in zip(model.parameters(), shards, strict=True))
+        assert [p.to_local().data_ptr() for p in shards] == where
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
 
 
 @on_ranks(2)
@@ -173,6 +225,36 @@ def test_meta_device_and_assigned_checkpoint():
     model.load_state_dict(shards, assign=True)
     check_same(model, source)
     check_training(model, source, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2)
+def test_meta_device_and_a_checkpoint_in_pieces_for_shards_on_the_host():
+    source = seeded(mlp, 4)
+    model = on_meta()
+    for block in (model[0], model[2], model):
+        fully_shard(block, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for name, parameter in list(model.named_parameters()):
+        piece = {name: distribute_tensor(source.state_dict()[name], parameter.device_mesh, parameter.placements)}
+        left = model.load_state_dict(piece, strict=False, assign=True)
+        assert name not in left.missing_keys and not left.unexpected_keys
+    check_same(model, source)
+    check_training(model, source, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2)
+def test_meta_device_and_a_parameter_that_is_replaced():
+    """All before the first forward: some are made real, one is exchanged for another."""
+    model, reference = on_meta(), mlp()
+    for block in (model[0], model[2], model):
+        fully_shard(block)
+    for module in (model[0], model[2], model[3]):
+        module.to_empty(device="cpu")
+    initialize(model), initialize(reference)
+    fresh = torch.full((3, 9), 0.25)
+    reference[3].weight = nn.Parameter(fresh.clone())
+    old = model[3]._parameters["weight"]
+    model[3].weight = nn.Parameter(distribute_tensor(fresh, old.device_mesh, old.placements))
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
 
 
 @on_ranks(2, 3)
@@ -258,6 +340,39 @@ def test_full_state_dict_helper():
     full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     for name, value in reference.state_dict().items():
         assert torch.equal(full[name], value) and not isinstance(full[name], DTensor)
+
+
+@on_ranks(2)
+def test_whole_state_dicts_that_one_rank_has():
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def stepped(model, step):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loss_of(model, mine(rows(step, 5))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    source, model = sharded_mlp(seed=7), sharded_mlp(seed=1)
+    optimizers = stepped(source, 0), stepped(model, 1)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    whole_state = {name: value.full_tensor() for name, value in source.state_dict().items()}
+    optimizer_state = copy.deepcopy(get_optimizer_state_dict(source, optimizers[0], options=on_rank_0))
+    if dist.get_rank() != 0:
+        whole_state, optimizer_state = {}, {}
+    spread = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole_state, options=spread)
+    set_optimizer_state_dict(model, optimizers[1], optimizer_state, options=spread)
+    for each, optimizer in zip((source, model), optimizers, strict=True):
+        loss_of(each, mine(rows(2, 5))).backward()
+        optimizer.step()
+    for p, q in zip(source.parameters(), model.parameters(), strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
 
 
 @on_ranks(2, 3)

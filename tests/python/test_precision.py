@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import itertools
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
@@ -10,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import MixedPrecisionPolicy, fully_shard
-from subjects import loss_of, mine, mlp, rows, seeded, whole
+from subjects import loss_of, mine, mlp, rows, seeded, shard_with, whole
 
 
 @on_ranks(2)
@@ -28,6 +30,26 @@ def test_reduce_dtype_after_a_first_forward_with_everything_frozen():
     loss_of(model, mine(rows(0, 5))).backward()
     assert set(seen) == {torch.float32}
     assert all(p.grad.dtype == torch.float32 for n, p in model.named_parameters() if n != "index")
+
+
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@on_ranks(2)
+def test_the_dtypes_of_computing_and_reducing(reshard):
+    low, full = torch.bfloat16, torch.float32
+    for param, reduce in itertools.product((None, low), (None, low, full)):
+        computed, reduced = [], []
+        policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
+        model = shard_with(fully_shard, seeded(mlp), mp_policy=policy, reshard_after_forward=reshard)
+        model[2][0].register_forward_hook(lambda module, _, out: computed.append((module.weight.dtype, out.dtype)))
+        for module in (model, model[0], model[2]):
+            module.set_all_reduce_hook(lambda gradient: reduced.append(gradient.dtype))
+        optimizer = torch.optim.AdamW(model.parameters())
+        loss_of(model, mine(rows(0, 5))).backward()
+        optimizer.step()
+        assert set(computed) == {(param or full, param or full)}
+        assert set(reduced) == {reduce or param or full}
+        for p in model.parameters():
+            assert p.dtype == p.grad.dtype == optimizer.state[p]["exp_avg"].dtype == full
 
 
 @on_ranks(2)

@@ -1,0 +1,135 @@
+"""``module.weight``: what users do to the whole parameter reaches the one that is registered."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from harness import on_ranks
+from libfsdp import fully_shard
+from subjects import BATCH, check_training, loss_of, mine, mlp, rows, seeded, shard_with, whole
+
+
+def backward(model, step=0):
+    loss_of(model, mine(rows(step, 5))).backward()
+
+
+@on_ranks(2)
+def test_freezing_it_freezes_the_registered_one():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    for each in (reference, model):
+        assert each[0].weight.requires_grad_(False) is each[0].weight
+        assert not each[0].weight.requires_grad and not each[0]._parameters["weight"].requires_grad
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+    for each in (reference, model):
+        each[0].weight.requires_grad_()
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2)
+def test_hooks_that_wait_for_its_gradient_are_given_the_registered_one():
+    model, seen = shard_with(fully_shard, seeded(mlp)), []
+    hook = model[0].weight.register_post_accumulate_grad_hook(seen.append)
+    backward(model)
+    assert len(seen) == 1 and seen[0] is model[0]._parameters["weight"] and seen[0].grad is not None
+    hook.remove()
+    backward(model)
+    assert len(seen) == 1
+
+
+@on_ranks(2)
+def test_hooks_on_its_gradient_see_that_of_this_rank():
+    reference, model, seen = seeded(mlp), shard_with(fully_shard, seeded(mlp)), []
+
+    def double(gradient):
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    hook = model[0].weight.register_hook(double)
+    for step in range(2):
+        backward(model, step)
+        expected = torch.autograd.grad(loss_of(reference, mine(rows(step, 5))), reference[0].weight)[0]
+        assert torch.equal(seen[step], expected)
+    hook.remove()
+    backward(model, 2)
+    for step in range(3):
+        for part in rows(step, 5).split(BATCH):
+            (loss_of(reference, part) * (2 if step < 2 else 1) / dist.get_world_size()).backward()
+    torch.testing.assert_close(whole(model[0]._parameters["weight"].grad), reference[0].weight.grad)
+    assert len(seen) == 2
+
+
+@on_ranks(2)
+def test_its_gradient_is_the_registered_ones():
+    model = shard_with(fully_shard, seeded(mlp))
+    backward(model)
+    with pytest.raises(RuntimeError, match="gradients are on the shards"):
+        model[0].weight.grad.norm()
+    with pytest.raises(RuntimeError, match="gradients are on the shards"):
+        torch.optim.SGD([model[0].weight], lr=0.1).step()
+    backward(model)
+
+
+@on_ranks(2)
+def test_writing_it_writes_the_shards():
+    writes = {
+        "data": lambda weight: weight.data.fill_(2),
+        "detached": lambda weight: weight.detach().fill_(2),
+        "initializer": lambda weight: nn.init.constant_(weight, 2),
+        "copy": lambda weight: weight.copy_(torch.full_like(weight, 2)),
+        "rows": lambda weight: [row.fill_(2) for row in weight],
+        "foreach": lambda weight: torch._foreach_mul_([weight.fill_(1)], 2),
+    }
+    for name, write in writes.items():
+        model = shard_with(fully_shard, seeded(mlp), reshard_after_forward=False)
+        backward(model)
+        with torch.no_grad():
+            write(model[3].weight)
+            assert torch.equal(whole(model[3]._parameters["weight"]), torch.full((3, 9), 2.0)), name
+            expected = nn.functional.linear(torch.ones(1, 9), torch.full((3, 9), 2.0), model[3].bias)
+            assert torch.equal(model[3](torch.ones(1, 9)), expected), name
+
+
+@on_ranks(2, comm=("shm",))
+def test_deleting_it_deletes_the_registered_one():
+    model = shard_with(fully_shard, seeded(mlp))
+    del model[3].bias
+    assert not hasattr(model[3], "bias") and "3.bias" not in dict(model.named_parameters())
+    model[3].bias = None
+    backward(model)
+    model[2][0].register_parameter("bias", None)
+    assert model[2][0].bias is None
+    backward(model)
+
+
+@on_ranks(2, comm=("shm",))
+def test_with_tensor_parallelism():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model, seen, waited = nn.Sequential(nn.Linear(4, 4)), [], []
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"])
+    model[0].weight.register_hook(seen.append)
+    model[0].weight.register_post_accumulate_grad_hook(waited.append)
+    for _ in range(2):
+        model(torch.rand(2, 4)).sum().backward()
+    assert len(seen) == 2 and all(isinstance(gradient, DTensor) for gradient in seen)
+    assert [parameter is model[0]._parameters["weight"] for parameter in waited] == [True, True]
+    model[0].weight.requires_grad_(False)
+    assert not model[0]._parameters["weight"].requires_grad
+
+
+@on_ranks(2, comm=("shm",))
+def test_saving_and_copying_it_while_it_is_whole(folder=""):
+    model, expected = fully_shard(seeded(mlp)), seeded(mlp)[0].weight
+    model.unshard()
+    path = f"{folder}{dist.get_rank()}"
+    torch.save(model[0].weight, path)
+    loaded = torch.load(path, weights_only=True)
+    for each in (loaded, copy.deepcopy(model[0].weight)):
+        assert type(each) is nn.Parameter and torch.equal(each, expected) and not vars(each)
