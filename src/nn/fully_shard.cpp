@@ -256,7 +256,7 @@ void adopt_units_below(const std::vector<ModuleView>& modules, const std::shared
 
 void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
   engine::InternalScope scope;
-  for (auto buffer : buffers) {
+  for (const auto& buffer : buffers) {
     if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) {
       buffer.set_data(buffer.to(device));
     }

@@ -107,7 +107,7 @@ struct Arena::Impl {
   static void after_fork_in_child() {
     Arena& arena = Arena::of_process();
     arena.impl_->inherited = true;
-    mmap(
+    const void* mapped = mmap(
         arena.base_,
         arena.capacity_,
         PROT_READ | PROT_WRITE,
@@ -115,6 +115,7 @@ struct Arena::Impl {
         arena.impl_->segment->id().fd,
         0);
     arena.impl_->mutex.unlock();
+    TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would write to its parent's tensors");
   }
 };
 
