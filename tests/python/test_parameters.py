@@ -436,3 +436,11 @@ def test_describe():
     assert units[1].numel == 7 * 5 + 7
     with pytest.raises(ValueError, match="fully_shard"):
         libfsdp.describe(nn.Linear(2, 2))
+
+
+@on_ranks(2, comm=("shm",))
+def test_data_put_in_a_parameters_place_are_an_error_in_backward():
+    model = fully_shard(nn.Linear(4, 4))
+    model.weight.data = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="the data of 'weight' were replaced"):
+        model(torch.ones(2, 4)).sum().backward()
