@@ -10,7 +10,9 @@ namespace {
 bool publish_root(const Core& core, Post& post, const at::Tensor& tensor, std::shared_ptr<char>& block) {
   const char* memory = static_cast<const char*>(tensor.const_data_ptr());
   if (tensor.nbytes() <= Post::kBytes) {
-    std::memcpy(post.words, memory, tensor.nbytes());
+    if (memory != nullptr) { // an empty tensor has no memory
+      std::memcpy(post.words, memory, tensor.nbytes());
+    }
     return false;
   }
   Publication publication(core.reach);
@@ -20,6 +22,9 @@ bool publish_root(const Core& core, Post& post, const at::Tensor& tensor, std::s
 }
 
 void fetch(const Core& core, const at::Tensor& tensor, int root, uint64_t number, const Label& label) {
+  if (tensor.numel() == 0) {
+    return;
+  }
   const Members::Reading reading(*core.members, label);
   const Post& post = core.collectives.post_of(root, number);
   const char* source = tensor.nbytes() <= Post::kBytes ? reinterpret_cast<const char*>(post.words)
