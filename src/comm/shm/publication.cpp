@@ -9,6 +9,9 @@ namespace fsdp::shm {
 namespace {
 
 void copy_foreign(char* to, const Publication::Part& part) {
+  if (part.bytes == 0) { // neither has an address
+    return;
+  }
   std::memcpy(to, part.memory, part.own_begin);
   std::memcpy(to + part.own_end, part.memory + part.own_end, part.bytes - part.own_end);
 }
