@@ -26,7 +26,7 @@ class LocalGathered final : public CopiedOut {
 class LocalHome final : public Home {
  public:
   LocalHome(std::vector<Piece> pieces, const HomeOptions& options)
-      : pieces_(std::move(pieces)), device_(options.device) {
+      : offloaded_(options.offload), pieces_(std::move(pieces)), device_(options.device) {
     const bool pinned = options.offload && options.pin_memory && !options.device.is_cpu();
     for (const Piece& piece : pieces_) {
       stored_.push_back(at::empty(
@@ -40,8 +40,9 @@ class LocalHome final : public Home {
   void* slice(size_t index) const override {
     return stored_[index].mutable_data_ptr();
   }
+  // A copy of the slices may be on its way on another stream. Who writes them is the current stream, or the host.
   void begin_write(const Label&) override {
-    copied_.synchronize();
+    offloaded_ ? copied_.synchronize() : copied_.block(current_stream(device_));
   }
   std::unique_ptr<Gathered> gather(const Label&) override {
     std::vector<at::Tensor> wholes;
@@ -57,7 +58,8 @@ class LocalHome final : public Home {
   }
 
  private:
-  Event copied_; // from memory that the host may write: the next write has to wait for it
+  bool offloaded_;
+  Event copied_; // the last copy that a gather made: the next write has to wait for it
   std::vector<Piece> pieces_;
   c10::Device device_;
   std::vector<at::Tensor> stored_;

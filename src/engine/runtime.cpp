@@ -237,7 +237,7 @@ void Runtime::end_backward() {
   InternalScope scope;
   for (size_t i = units_.size(); i-- > 0;) {
     Unit* unit = units_[i];
-    if (unit != nullptr && (unit->has_gradients() || unit->misses_gradients())) {
+    if (unit != nullptr && unit->awaits_reduction()) {
       reduce(*unit);
     }
   }

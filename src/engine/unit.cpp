@@ -335,13 +335,9 @@ c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
   return precision_.reduce_dtype.value_or(param.gathered_dtype());
 }
 
-bool Unit::has_gradients() const {
-  return std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->gradient.defined(); });
-}
-
-bool Unit::misses_gradients() const {
-  return !reduced && std::any_of(params_.begin(), params_.end(), [](const auto& param) {
-    return param->takes_part_in_reduction();
+bool Unit::awaits_reduction() const {
+  return std::any_of(params_.begin(), params_.end(), [this](const auto& param) {
+    return param->gradient.defined() || (!reduced && param->takes_part_in_reduction());
   });
 }
 

@@ -187,9 +187,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool take_ready() {
     return std::exchange(ready_, false);
   }
-  bool has_gradients() const;
-  /// Zeros have to be reduced in place of gradients that did not come.
-  bool misses_gradients() const;
+  /// Gradients have come since the last reduction; or, without one in this backward, something else has to be reduced:
+  /// what an earlier backward put off, zeros in place of gradients that did not come.
+  bool awaits_reduction() const;
   bool reduced = false; ///< in this backward
   bool used_in_backward = false;
   int64_t gradient_bytes() const;

@@ -8,11 +8,7 @@ from torch.func import functional_call
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_training, mine, mlp, reference_backward, check_same, rows, seeded
-
-
-def loss_of(model, batch):
-    return model(batch).pow(2).mean()
+from subjects import check_same, check_training, loss_of, mine, mlp, reference_backward, rows, seeded
 
 
 def sharded_mlp(seed=1):

@@ -10,11 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, check_training, mine, mlp, rows, seeded, whole
-
-
-def loss_of(model, batch):
-    return model(batch).pow(2).mean()
+from subjects import check_same, check_training, loss_of, mine, mlp, rows, seeded, whole
 
 
 def sharded(mesh, **options):

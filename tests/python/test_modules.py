@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_training, mine, reference_backward, rows, check_same, seeded
+from subjects import check_same, check_training, loss_of, mine, reference_backward, rows, seeded
 
 
 class Attention(nn.Module):
@@ -90,10 +90,6 @@ CASES = {
     "tied": (Tied, (7,), ["middle"]),
     "tied across units": (Tied, (7,), ["embedding", "head"]),
 }
-
-
-def loss_of(model, batch):
-    return model(batch).pow(2).mean()
 
 
 @on_ranks(2, 3, comm=("shm",))

@@ -13,22 +13,19 @@ from torch.distributed.tensor import DTensor, Shard
 import libfsdp
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from subjects import check_same, check_training, mine, mlp, reference_backward, rows, seeded, whole
-
-
-def loss_of(model, batch):
-    return model(batch).float().pow(2).mean()
-
-
-def even():
-    """Dimensions that PyTorch can cut evenly along any dimension."""
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 12), nn.GELU()), nn.Linear(12, 4))
-
-
-def shard_with(shard, model, **options):
-    for block in (model[0], model[2], model):
-        shard(block, **options)
-    return model
+from subjects import (
+    check_same,
+    check_training,
+    even,
+    loss_of,
+    mine,
+    mlp,
+    reference_backward,
+    rows,
+    seeded,
+    shard_with,
+    whole,
+)
 
 
 def largest_dim(parameter):

@@ -13,11 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import libfsdp
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, fully_shard
-from subjects import check_same, check_training, mine, mlp, reference_backward, rows, seeded, whole
-
-
-def loss_of(model, batch):
-    return model(batch).pow(2).mean()
+from subjects import check_same, check_training, loss_of, mine, mlp, reference_backward, rows, seeded, whole
 
 
 def sharded_mlp(seed=1, **options):

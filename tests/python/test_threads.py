@@ -13,11 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import mine, mlp, rows, seeded
-
-
-def loss_of(model, batch):
-    return model(batch).pow(2).mean()
+from subjects import loss_of, mine, mlp, rows, seeded
 
 
 def run_together(*bodies):

@@ -205,12 +205,14 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
       return;
     } catch (const std::exception& error) {
       // c10d throws for the end of a slice as for a failure; a failure ends the work, or comes before the slice is
-      // over. Work that ended only just now is asked once more.
+      // over. Work that has ended may have ended well, only just too late for the slice.
       const bool slice_is_over = Clock::now() >= begin + slice;
-      if (work.isCompleted() && ended_well(work)) {
-        continue;
+      const bool ended = work.isCompleted();
+      if (ended && ended_well(work)) {
+        board_.stop_listening();
+        return;
       }
-      if (work.isCompleted() || !slice_is_over) {
+      if (ended || !slice_is_over) {
         fail_and_ask(id, message_of(error));
       }
     }
