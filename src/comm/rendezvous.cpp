@@ -3,7 +3,11 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <optional>
+#include <sstream>
 #include <utility>
+
+#include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -11,13 +15,19 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/process.h"
 #include "comm/within_limit.h"
 
 namespace fsdp {
 namespace {
 
 constexpr std::chrono::milliseconds kServersGrace{1000};
+// How long a rank waits before it looks whether the others still live.
+constexpr std::chrono::milliseconds kSlice{1000};
+constexpr std::chrono::milliseconds kAtOnce{1};
+constexpr const char* kGivenUp = "given up";
 
+using Clock = std::chrono::steady_clock;
 using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
 
@@ -104,17 +114,47 @@ std::string answer_of(std::chrono::milliseconds limit, std::function<std::string
   return *std::move(answer);
 }
 
+std::string have(const std::vector<int>& ranks) {
+  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
+}
+
 /// "rank 1 has", "ranks 1, 2 have"
-std::string missing(const StorePtr& store, const std::vector<std::string>& keys) {
-  return answer_of(kServersGrace, [store, keys] {
-    std::vector<int> ranks;
-    for (size_t rank = 0; rank < keys.size(); ++rank) {
-      if (!store->check({keys[rank]})) {
-        ranks.push_back(static_cast<int>(rank));
-      }
+std::string missing(Store& store, const std::vector<std::string>& keys) {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < keys.size(); ++rank) {
+    if (!store.check({keys[rank]})) {
+      ranks.push_back(static_cast<int>(rank));
     }
-    return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
-  });
+  }
+  return have(ranks);
+}
+
+/// Who has come, and can be watched from here.
+std::string witnesses_key() {
+  return "processes/" + process_space();
+}
+
+std::string witness_of(int rank) {
+  return c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0), '\n');
+}
+
+/// "rank 1 has died", or nothing. It takes one question, however many ranks there are.
+std::string deaths(Store& store) {
+  std::istringstream text(store.get_to_str(witnesses_key()));
+  std::vector<int> ranks;
+  int rank = 0;
+  int32_t pid = 0;
+  for (uint64_t start = 0; text >> rank >> pid >> start;) {
+    if (process_start(pid) != std::optional(start)) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks.empty() ? "" : have(ranks) + " died";
+}
+
+/// Why the ranks will not meet, if that is known already.
+std::string failure(Store& store) {
+  return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : deaths(store);
 }
 
 } // namespace
@@ -159,30 +199,56 @@ void Rendezvous::arrive() {
       ":",
       launch_.port,
       "; give every process a rank of its own, and every job a MASTER_PORT of its own");
+  ask([store = store_, mine = witness_of(launch_.rank)] {
+    store->append(witnesses_key(), {mine.begin(), mine.end()});
+    return std::string();
+  });
   wait_for("arrived");
 }
 
 void Rendezvous::wait_for(const std::string& what) {
+  const auto end = Clock::now() + limit();
+  while (!all_have(what, std::min(kSlice, limit()))) {
+    const auto failed = ask([store = store_] { return failure(*store); });
+    if (!failed.empty() && !all_have(what, kAtOnce)) {
+      fail(failed);
+    }
+    if (Clock::now() >= end) {
+      const auto late = ask([store = store_, all = keys(what, launch_.size)] { return missing(*store, all); });
+      fail(c10::str(late, " not ", what, " after ", in_seconds(timeout_), " s"));
+    }
+  }
+}
+
+bool Rendezvous::all_have(const std::string& what, std::chrono::milliseconds within) const {
   const auto all = keys(what, launch_.size);
   std::string reason;
   try {
-    answer_of(limit() + kServersGrace, [store = store_, all, limit = limit()] {
-      store->wait(all, limit);
+    answer_of(within + limit(), [store = store_, all, within] {
+      store->wait(all, within);
       return std::string();
     });
-    return;
+    return true;
   } catch (const std::exception& error) {
     reason = text_of(error);
   }
   try {
-    reason = c10::str(missing(store_, all), " not ", what, " after ", in_seconds(timeout_), " s");
+    return answer_of(kServersGrace, [store = store_, all] { return std::string(store->check(all) ? "yes" : "no"); }) ==
+           "yes";
   } catch (const std::exception&) {
-    // The store itself is gone; what it said first is all there is.
+    fail(reason); // not late: the store itself is gone, and what was said first is all there is
   }
-  fail(reason);
 }
 
 void Rendezvous::fail(const std::string& reason) const {
+  try {
+    answer_of(kServersGrace, [store = store_, reason] {
+      store->set(kGivenUp, reason); // so that the others do not find this rank dead, but know why
+      return std::string();
+    });
+  } catch (const std::exception&) {
+    // The others will find out by themselves.
+  }
   throw CommError(c10::str(
       "[init] rank ",
       launch_.rank,

@@ -35,8 +35,9 @@ class Rendezvous {
   bool serves() const;
   std::chrono::milliseconds limit() const;
   void arrive();
-  /// Until every rank has set its key; an error names those that have not.
+  /// Until every rank has set its key; an error names those that have not, or that have died.
   void wait_for(const std::string& what);
+  bool all_have(const std::string& what, std::chrono::milliseconds within) const;
   /// What `talk` gets from the store, or an error.
   std::string ask(std::function<std::string()> talk) const;
   [[noreturn]] void fail(const std::string& reason) const;

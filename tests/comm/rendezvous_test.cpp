@@ -1,6 +1,7 @@
 #include "comm/rendezvous.h"
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -45,12 +46,30 @@ TEST(Rendezvous, NamesWhoIsMissing) {
     }
     FileExchange(process_folder(), rank / 2, 2)(""); // start together
     const std::string message = error_message([&] { Rendezvous(launch_of(rank, 4), milliseconds(3000)); });
-    // The rank that serves the store knows for sure; the other may find the store gone first.
-    if (rank == 0) {
-      EXPECT_TRUE(contains(message, "expected 4 ranks"));
-      EXPECT_TRUE(contains(message, "ranks 1, 3 have not arrived after 3 s"));
-    }
+    EXPECT_TRUE(contains(message, "expected 4 ranks")) << rank;
+    EXPECT_TRUE(contains(message, "ranks 1, 3 have not arrived after 3 s")) << rank;
   });
+}
+
+// Rank 2 never comes; that rank 1 has died is known long before the timeout.
+TEST(Rendezvous, NoticesWhoDiesWhileTheOthersCome) {
+  const auto body = [] {
+    const int rank = process_rank();
+    if (rank == 2) {
+      return;
+    }
+    if (rank == 1) {
+      std::thread([] {
+        std::this_thread::sleep_for(milliseconds(500));
+        std::raise(SIGKILL);
+      }).detach();
+    }
+    const auto start = std::chrono::steady_clock::now();
+    const std::string message = error_message([&] { Rendezvous(launch_of(rank, 3), seconds(60)); });
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
+    EXPECT_TRUE(contains(message, "rank 1 has died"));
+  };
+  on_processes(3, body, {.lost = {1}});
 }
 
 TEST(Rendezvous, SaysWhereNobodyAnswers) {

@@ -8,6 +8,8 @@
 #include <sys/types.h>
 #include <unistd.h>
 
+#include "comm/launcher.h"
+#include "comm/rendezvous.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
 #include "support/memory.h"
@@ -95,6 +97,13 @@ class Victim {
       kill(getpid(), loss_.signal);
     }
   }
+  /// Comes, and is lost before it has said what the others wait for next.
+  void at_rendezvous() const {
+    if (process_rank() == 1 && loss_.moment == Moment::kRendezvous) {
+      const Rendezvous arrived(read_launch(), std::chrono::seconds(60));
+      at(Moment::kRendezvous);
+    }
+  }
 
  private:
   Loss loss_;
@@ -102,10 +111,12 @@ class Victim {
 
 void train_until_lost(const Loss& loss) {
   const Victim victim(loss);
-  // What has died is noticed at once; what is stopped, or has not come yet, by the timeout.
-  const bool by_timeout = loss.signal == SIGSTOP || loss.moment == Moment::kRendezvous;
-  victim.at(Moment::kRendezvous);
-  init({.backend = loss.backend, .device = "cpu", .timeout = std::chrono::seconds(by_timeout ? 4 : 60)});
+  InitOptions options{.backend = loss.backend, .device = "cpu"};
+  if (loss.signal == SIGSTOP) { // What has died is noticed at once; what is stopped by the timeout.
+    options.timeout = std::chrono::seconds(4);
+  }
+  victim.at_rendezvous();
+  init(options);
   auto subject = make_seeded({.make = [] { return subjects::tied(); }});
   for (auto& part : subject.parts) {
     fully_shard(*part);

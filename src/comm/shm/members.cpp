@@ -9,8 +9,8 @@
 
 #include <fsdp/error.h>
 
+#include "comm/process.h"
 #include "comm/shm/futex.h"
-#include "comm/shm/process.h"
 
 namespace fsdp::shm {
 namespace {

@@ -1,10 +1,14 @@
-#include "comm/shm/process.h"
+#include "comm/process.h"
 
+#include <array>
 #include <fstream>
 #include <sstream>
-#include <string>
 
-namespace fsdp::shm {
+#include <unistd.h>
+
+#include "comm/host.h"
+
+namespace fsdp {
 namespace {
 
 // The fields of /proc/<pid>/stat from the third on: the second, the program's name, may hold blanks and brackets.
@@ -34,4 +38,10 @@ std::optional<uint64_t> process_start(int32_t pid) {
   return fields ? std::optional(start) : std::nullopt;
 }
 
-} // namespace fsdp::shm
+std::string process_space() {
+  std::array<char, 64> name{};
+  const auto length = readlink("/proc/self/ns/pid", name.data(), name.size());
+  return host_identity() + " " + std::string(name.data(), length < 0 ? 0 : length);
+}
+
+} // namespace fsdp
