@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -132,6 +133,8 @@ class FSDP_API Group {
   virtual std::vector<std::string> exchange(const std::string& bytes, const Label& label) = 0;
   /// The group of the ranks that give the same `color`, ordered as here. Collective.
   virtual std::shared_ptr<Group> split(int color, const Label& label) = 0;
+  /// As `split`, but made once for each purpose, and kept as long as this group. Collective.
+  std::shared_ptr<Group> part(int color, const std::string& purpose, const Label& label);
   /// Lets the other ranks fail at their next wait, with `reason`.
   virtual void abort(const std::string& reason) = 0;
 
@@ -142,10 +145,27 @@ class FSDP_API Group {
   int rank_;
   int size_;
   std::string name_;
+  std::map<std::string, std::shared_ptr<Group>> parts_; // by purpose
 };
 
 /// A group of one rank: no collective, no copy.
 FSDP_API std::shared_ptr<Group> group_of_one();
+
+/// An all-gather of small strings among the ranks, over whatever rendezvous there is. Used for set-up only.
+using Exchange = std::function<std::vector<std::string>(const std::string& mine)>;
+
+struct ShmOptions {
+  /// Longest wait for another rank.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  /// Serve big CPU tensors of this process from memory that the other ranks can read.
+  bool arena = true;
+};
+
+/// Whether all ranks see each other's memory: one host, one pid namespace, readable /proc/<pid>/fd.
+/// Collective: every rank gets the same answer.
+FSDP_API bool shm_available(const Exchange& exchange);
+/// The ranks of one host, joined by shared memory. Collective. Ranks may be processes or threads.
+FSDP_API std::shared_ptr<Group> shm_group(int rank, int size, const Exchange& exchange, const ShmOptions& options = {});
 
 /// Runs `body` on `size` threads, each one rank of a world of its own: `fsdp::rank()` and the default mesh are the
 /// thread's. Rethrows the first failing rank's exception once all threads have ended.

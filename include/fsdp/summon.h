@@ -12,7 +12,7 @@ namespace fsdp {
 
 struct SummonOptions {
   bool recurse = true; ///< also the units below
-  bool writeback = true; ///< changes reach the shards when the guard ends
+  bool writeback = true; ///< changes reach the shards, and with `with_grads` their gradients, when the guard ends
   bool rank0_only = false; ///< the others keep their shards; needs writeback = false
   bool offload_to_cpu = false; ///< the whole parameters live on the host
   bool with_grads = false; ///< gradients whole too

@@ -17,7 +17,6 @@
 #include "comm/c10d/nccl.h"
 #include "comm/host.h"
 #include "comm/rendezvous.h"
-#include "comm/shm/factory.h"
 #include "comm/world.h"
 
 namespace fsdp {

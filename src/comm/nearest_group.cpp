@@ -7,7 +7,6 @@
 #include "base/env.h"
 #include "base/log.h"
 #include "comm/c10d/factory.h"
-#include "comm/shm/factory.h"
 
 namespace fsdp {
 

@@ -1,6 +1,7 @@
 #include "engine/bucket.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -48,7 +49,7 @@ bool Bucket::has_values() const {
 
 void Bucket::settle(const Unit& unit) {
   in_place_readers::stop(*gather_group);
-  gather_from_neighbours_ = false;
+  drop_share();
   std::vector<Piece> pieces;
   for (const Param* param : params_) {
     const auto stored = param->shard_dtype();
@@ -77,23 +78,38 @@ void Bucket::settle(const Unit& unit) {
 }
 
 void Bucket::settle_among(int ranks, const Label& label) {
-  if (gather_group->gathers_in_place() || ranks == gather_group->size() || params_.empty()) {
-    return; // gathering again costs nothing, or as much
-  }
-  if (!neighbours_ || neighbours_->size() != ranks) {
-    neighbours_ = gather_group->split(gather_group->rank() / ranks, label);
-  }
+  // Otherwise gathering again costs nothing, or as much.
+  const bool worth_it = !gather_group->gathers_in_place() && ranks < gather_group->size() && !params_.empty();
+  neighbours_ =
+      worth_it ? gather_group->part(gather_group->rank() / ranks, c10::str("neighbours ", ranks), label) : nullptr;
+}
+
+std::vector<Piece> Bucket::pieces_among_neighbours() const {
   std::vector<Piece> pieces;
   for (const Param* param : params_) {
-    const int64_t numel = param->layout().numel();
+    const int64_t numel = param->layout().numel(), ranks = neighbours_->size();
     pieces.push_back({numel, (numel + ranks - 1) / ranks, param->gathered_dtype(), param->gathered_dtype()});
   }
-  neighbours_home_ = make_home(*neighbours_, pieces, /*offload=*/false, label);
+  return pieces;
+}
+
+void Bucket::keep_share(const Label& label) {
+  if (!neighbours_ || !gathered_ || is_private()) {
+    return;
+  }
+  const auto pieces = pieces_among_neighbours();
+  share_ = make_home(*neighbours_, pieces, /*offload=*/false, label);
+  for (size_t i = 0; i < params_.size(); ++i) {
+    const int64_t begin = pieces[i].begin(neighbours_->rank()), length = pieces[i].length(neighbours_->rank());
+    auto whole = params_[i]->flat_view_of_whole(gathered_->piece(i), pieces[i].gathered, options_.device);
+    at::from_blob(share_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
+  }
 }
 
 void Bucket::gather(const Label& label) {
   if (!params_.empty()) {
-    gathered_ = (gather_from_neighbours_ ? neighbours_home_ : home_)->gather(label);
+    const auto share = std::exchange(share_, nullptr);
+    gathered_ = (share ? share : home_)->gather(label);
   }
 }
 
@@ -140,24 +156,6 @@ void Bucket::release() {
   gathered_.reset();
   unpacked_.clear();
   private_.clear();
-  gather_from_neighbours_ = false;
-}
-
-void Bucket::release_to_neighbours(const Label& label) {
-  const bool keep = neighbours_home_ != nullptr && !gather_from_neighbours_ && gathered_ != nullptr && !is_private();
-  if (keep) {
-    neighbours_home_->begin_write(label);
-    for (size_t i = 0; i < params_.size(); ++i) {
-      const Param& param = *params_[i];
-      const int64_t numel = param.layout().numel(), chunk = (numel + neighbours_->size() - 1) / neighbours_->size();
-      const int64_t begin = std::min(numel, chunk * neighbours_->rank());
-      const int64_t length = std::min(numel, chunk * (neighbours_->rank() + 1)) - begin;
-      auto whole = param.flat_view_of_whole(gathered_->piece(i), param.gathered_dtype(), options_.device);
-      at::from_blob(neighbours_home_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
-    }
-  }
-  release();
-  gather_from_neighbours_ = keep;
 }
 
 void Bucket::make_private() {
@@ -195,13 +193,18 @@ void Bucket::write_back(const Unit& unit) {
 }
 
 void Bucket::begin_write(const Unit& unit) {
-  gather_from_neighbours_ = false; // what they keep is the former value, if backward did not ask for it
+  drop_share(); // of the former value
   in_place_readers::stop(*gather_group);
   home_->begin_write(unit.label("write shards"));
 }
 
 int64_t Bucket::bytes() const {
   int64_t total = gathered_ ? gathered_->bytes() : 0;
+  if (share_) {
+    for (const Piece& piece : pieces_among_neighbours()) {
+      total += piece.length(neighbours_->rank()) * static_cast<int64_t>(c10::elementSize(piece.gathered));
+    }
+  }
   for (const auto* tensors : {&unpacked_, &private_}) {
     for (const auto& tensor : *tensors) {
       total += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;

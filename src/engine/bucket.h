@@ -59,15 +59,20 @@ class Bucket {
   virtual bool reads_in_place() const;
   /// Gives the shards their memory, those excepted that are on the meta device. Collective.
   virtual void settle(const Unit& unit);
-  /// Between forward and backward, keep a share of the whole among `ranks` neighbours. Collective.
+  /// From now on, `keep_share` keeps the whole among `ranks` neighbours. Collective.
   virtual void settle_among(int ranks, const Label& label);
 
   /// Gather: start, finish (then the handles have memory), undo.
   virtual void gather(const Label& label);
   virtual void wait();
   virtual void release();
-  /// As `release`, but what this rank needs for a cheaper gather is kept until the gather after.
-  virtual void release_to_neighbours(const Label& label);
+  /// Before a release, on the gather stream: keeps this rank's share of the whole, so that the next gather is among
+  /// neighbours. Nothing where gathering costs nothing.
+  void keep_share(const Label& label);
+  /// The next gather will be among all.
+  void drop_share() {
+    share_.reset();
+  }
   virtual void place(Param& param);
 
   /// Instead of gathered memory, which nobody may write, gives the handles writable copies.
@@ -96,14 +101,14 @@ class Bucket {
   std::shared_ptr<Home> make_home(
       Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
   void* memory_of(size_t index) const;
+  std::vector<Piece> pieces_among_neighbours() const;
 
   BucketOptions options_;
   std::shared_ptr<Group> shard_group_;
   std::shared_ptr<Group> replicate_group_;
   std::vector<Param*> params_;
-  std::shared_ptr<Group> neighbours_; // settle_among
-  std::shared_ptr<Home> neighbours_home_;
-  bool gather_from_neighbours_ = false;
+  std::shared_ptr<Group> neighbours_; // null unless shares are kept
+  std::shared_ptr<Home> share_; // between a release and the gather after it, or null
   std::vector<at::Tensor>
       unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
   std::vector<at::Tensor> private_; // by index; empty unless is_private()

@@ -25,9 +25,6 @@ class ExtendedBucket final : public Bucket {
   void gather(const Label& label) override;
   void wait() override;
   void release() override;
-  void release_to_neighbours(const Label&) override {
-    release();
-  }
   void place(Param& param) override;
   void make_private() override;
   void begin_write(const Unit& unit) override;

@@ -11,7 +11,8 @@ class Unit;
 namespace prediction {
 
 /// The most that whole units and whole gradients together take at any time of a step: the units that stay whole; the
-/// one in use, the one before it and the one prefetched; gradients arriving and in flight.
+/// one in use, those around it, the one before it and those prefetched; what arrives; gradients arriving, in flight,
+/// and still read by slower ranks.
 int64_t passing_bytes(const std::vector<Unit*>& units);
 
 } // namespace prediction

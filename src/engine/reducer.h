@@ -50,7 +50,7 @@ class Reducer {
   static void complete(Reduction& reduction);
 
   std::deque<std::unique_ptr<Reduction>> running_;
-  int64_t max_in_flight_ = 2; // the bound on memory: this many units' gradients at most
+  int64_t max_in_flight_ = 2; // the bound on memory: as many units' gradients at most
 };
 
 } // namespace fsdp::engine

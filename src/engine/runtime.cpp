@@ -41,6 +41,17 @@ void Runtime::add(Unit& unit) {
   if (unit.state() != UnitState::kSharded) {
     unsharded_.push_back(&unit);
   }
+  bound_reductions();
+}
+
+void Runtime::bound_reductions() {
+  std::optional<int64_t> most;
+  for (const Unit* unit : units_) {
+    most = unit != nullptr ? std::max(most, unit->policy.max_reductions) : most;
+  }
+  if (most) {
+    reducer_.set_max_in_flight(*most);
+  }
 }
 
 void Runtime::remove(Unit& unit) {
@@ -66,6 +77,8 @@ void Runtime::adopt(Runtime& other) {
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
+  is_last_backward_ = is_last_backward_ && other.is_last_backward_;
+  post_optim_event_ = post_optim_event_ ? post_optim_event_ : other.post_optim_event_;
   for (Unit* unit : std::vector<Unit*>(other.units_)) {
     if (unit != nullptr) {
       unit->join(self, static_cast<int>(units_.size()));
@@ -90,7 +103,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   }
   const Unit* before = last_;
   for (Unit* unit : units) {
-    unit->requested = false;
+    unit->requested = unit->prefetched = false;
     unit->used_in_backward |= phase == Phase::kBackward;
     if (unit != last_ || phase != last_phase_) {
       schedule.touched({unit->number(), phase});
@@ -123,7 +136,8 @@ void Runtime::release_left_behind(
 
 bool Runtime::keeps(
     Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) const {
-  if (unit.held > 0 || unit.requested || std::find(touched.begin(), touched.end(), &unit) != touched.end()) {
+  if (unit.held > 0 || unit.requested || unit.prefetched ||
+      std::find(touched.begin(), touched.end(), &unit) != touched.end()) {
     return true;
   }
   if (unit.is_private()) {
@@ -148,7 +162,7 @@ void Runtime::prefetch(Unit& unit, Phase phase, const Schedule& schedule) {
   for (const auto& weak : listed) {
     if (auto next = weak.lock(); next && next->state() == UnitState::kSharded) {
       next->unshard();
-      next->requested = true;
+      next->prefetched = true;
     }
   }
   if (!listed.empty()) {

@@ -73,6 +73,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Reducer& reducer() {
     return reducer_;
   }
+  /// After changes of `UnitPolicy::max_reductions`.
+  void bound_reductions();
 
   // -- streams; on the CPU all three are the one there is
 
@@ -103,6 +105,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// How many units ahead of the one touched are gathered.
   void set_prefetch(size_t count) {
     prefetch_ = count;
+  }
+  size_t prefetched() const {
+    return prefetch_;
   }
 
  private:

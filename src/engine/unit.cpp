@@ -207,11 +207,13 @@ void Unit::reshard(bool after_forward) {
       runtime_->shards_change();
       bucket->write_back(*this);
       bucket->release();
-    } else if (after_forward && policy.reshard_to) {
-      bucket->release_to_neighbours(label("reshard"));
-    } else {
-      bucket->release();
+      continue;
     }
+    if (after_forward) {
+      const StreamGuard on_stream(runtime_->gather_stream());
+      bucket->keep_share(label("reshard"));
+    }
+    bucket->release();
   }
   runtime_->unit_changed(*this, EventKind::kReshard);
 }
@@ -256,7 +258,8 @@ void Unit::reduce_through(CollectiveFn reduce_scatter) {
 void Unit::separate_reductions(bool separate) {
   for (auto& bucket : buckets_) {
     auto group = bucket->shared_shard_group();
-    bucket->reduce_group = separate ? group->split(/*color=*/0, label("set_separate_reduce_scatter_group")) : group;
+    bucket->reduce_group =
+        separate ? group->part(/*color=*/0, "reductions", label("set_separate_reduce_scatter_group")) : group;
   }
 }
 
@@ -354,8 +357,12 @@ void Unit::forget_uses() {
   ready_ = false;
   reduced = false;
   used_in_backward = false;
+  prefetched = false;
   for (auto& param : params_) {
     param->forget_uses();
+  }
+  for (auto& bucket : buckets_) {
+    bucket->drop_share();
   }
 }
 

@@ -51,6 +51,7 @@ struct UnitPolicy {
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
   bool prefetch_in_backward = true;
+  std::optional<int64_t> max_reductions; ///< in flight; of the units of one runtime, the most holds
   std::optional<double> divide_factor;
   std::vector<std::weak_ptr<Unit>> forward_prefetch;
   std::vector<std::weak_ptr<Unit>> backward_prefetch;
@@ -142,8 +143,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   at::Tensor private_copy(const Param& param) const;
   /// Drops private copies without writing them back.
   void discard_private();
-  /// Asked for by the user or by an explicit prefetch: kept until it is touched.
+  /// Asked for by the user: kept until it is touched.
   bool requested = false;
+  /// Asked for by an explicit prefetch: kept until it is touched, or backward has ended.
+  bool prefetched = false;
   /// Held whole whatever happens, by a guard.
   int held = 0;
 

@@ -184,7 +184,11 @@ void ema_update_(torch::nn::Module& average, const torch::nn::Module& model, dou
         " in the average and ",
         values[i].sizes(),
         " in the model: make the average with fsdp::clone(model)");
-    averages[i].lerp_(values[i].detach(), 1 - decay);
+    if (averages[i].is_floating_point() || averages[i].is_complex()) {
+      averages[i].lerp_(values[i].detach(), 1 - decay);
+    } else {
+      averages[i].copy_(values[i].detach()); // as buffers: a count has no average
+    }
   }
   for (size_t i = 0; i < buffers.size(); ++i) {
     average_buffers[i].copy_(buffers[i]);

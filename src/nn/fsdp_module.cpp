@@ -154,13 +154,13 @@ void FSDPModule::set_reduce_scatter_unused_params(bool enable, bool recurse) {
   for_each_unit(*unit_, recurse, [&](Unit& unit) { unit.policy.reduce_unused_params = enable; });
 }
 
-void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool) {
+void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse) {
   FSDP_CHECK(
       max_input_buffers >= 1,
       "[set_reduce_scatter_max_input_buffers] at least 1 buffer is needed, not ",
       max_input_buffers);
-  auto& reducer = unit_->runtime().reducer();
-  reducer.set_max_in_flight(max_input_buffers);
+  for_each_unit(*unit_, recurse, [&](Unit& unit) { unit.policy.max_reductions = max_input_buffers; });
+  unit_->runtime().bound_reductions();
 }
 
 void FSDPModule::set_separate_reduce_scatter_group(bool enable, bool recurse) {

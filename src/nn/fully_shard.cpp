@@ -273,6 +273,31 @@ ModuleView view_of(torch::nn::Module& module) {
   return view;
 }
 
+// A TorchScript module is a value, of which there may be many: its units are known by its parameters.
+ModuleView view_of(const torch::jit::Module& module) {
+  const std::string name = module.type()->name() ? module.type()->name()->name() : "TorchScript module";
+  ModuleView view{name, nn::slots_of(module), {}, {}};
+  for (const auto& buffer : module.buffers()) {
+    view.buffers.push_back(buffer);
+  }
+  for (const auto& slot : view.slots) {
+    if (const Param* param = nn::param_of(slot.tensor)) {
+      FSDP_CHECK(
+          param->name() != slot.path,
+          "[fully_shard] was called twice on the same TorchScript module: call it once, children before parents");
+      const auto path = slot.path.substr(0, slot.path.size() - std::min(slot.path.size(), param->name().size() + 1));
+      const auto unit = param->unit().shared_from_this();
+      const bool known = std::any_of(view.below.begin(), view.below.end(), [&](const auto& below) {
+        return below.first == path && below.second.unit() == unit;
+      });
+      if (!known) {
+        view.below.emplace_back(path, FSDPModule(unit));
+      }
+    }
+  }
+  return view;
+}
+
 } // namespace
 
 FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
@@ -321,16 +346,10 @@ FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardO
 }
 
 FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {
-  Found found = find_parameters(nn::slots_of(module), options);
-  check_materialized(found.slots);
-  const std::string name = module.type()->name() ? module.type()->name()->name() : "TorchScript module";
-  check_any(!found.slots.empty(), name);
-  FSDP_CHECK(
-      found.in_units == 0 || !found.params.empty(),
-      "[fully_shard] was called twice on the same TorchScript module: call it once");
-  auto unit = make_unit(found, options, name);
-  unit->set_name("");
-  return FSDPModule(unit);
+  const ModuleView view = view_of(module);
+  check_materialized(view.slots);
+  check_any(!view.slots.empty(), view.name);
+  return fully_shard({view}, options);
 }
 
 FSDPModule as_fsdp(torch::nn::Module& module) {

@@ -40,6 +40,7 @@ struct SummonedParams::Impl {
   void hold(const std::shared_ptr<Unit>& unit);
   void show(const std::vector<Slot>& slots);
   void restore();
+  void write_back(Unit& unit, Param& param, const at::Tensor& whole) const;
 };
 
 namespace {
@@ -112,6 +113,16 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
   }
 }
 
+// What lies in the private copy reaches the shard when the unit is resharded.
+void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor& whole) const {
+  if (options.offload_to_cpu) {
+    unit.private_copy(param).copy_(whole);
+  }
+  if (auto gradient = param.shard_gradient(); options.with_grads && gradient.defined() && whole.grad().defined()) {
+    gradient.copy_(param.piece_of(whole.grad()));
+  }
+}
+
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
   for (auto& [slot, param] : replaced) {
@@ -128,9 +139,8 @@ void SummonedParams::Impl::restore() {
       continue;
     }
     for (const auto& param : unit->params()) {
-      auto found = wholes.find(param.get());
-      if (found != wholes.end() && options.offload_to_cpu) {
-        unit->private_copy(*param).copy_(found->second);
+      if (auto found = wholes.find(param.get()); found != wholes.end()) {
+        write_back(*unit, *param, found->second);
       }
     }
     unit->reshard();

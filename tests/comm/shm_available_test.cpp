@@ -1,4 +1,4 @@
-#include "comm/shm/factory.h"
+#include <fsdp/group.h>
 
 #include <gtest/gtest.h>
 

@@ -5,8 +5,8 @@
 #include <initializer_list>
 #include <vector>
 
+#include <fsdp/group.h>
 #include "comm/group_checks.h"
-#include "comm/shm/factory.h"
 #include "comm/world.h"
 #include "support/file_exchange.h"
 #include "support/ranks.h"

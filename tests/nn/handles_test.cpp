@@ -227,11 +227,13 @@ TEST_P(Handles, SummonGivesWholePlainParameters) {
       EXPECT_EQ(weight.sizes(), (std::vector<int64_t>{3, 5}));
       EXPECT_TRUE(torch::equal(weight.grad(), gradient));
       torch::NoGradGuard no_grad;
+      weight.mutable_grad().mul_(3);
       weight.fill_(2);
       EXPECT_TRUE(torch::equal(model[0]->as<nn::Linear>()->weight + 0, torch::full({3, 5}, 2.0)));
     }
     EXPECT_TRUE(is_sharded(model->parameters()[0]));
     EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), torch::full({3, 5}, 2.0)));
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[0]).full_grad(), gradient * 3));
     {
       auto guard = summon_full_params(*model, {.writeback = false, .rank0_only = true, .offload_to_cpu = true});
       EXPECT_EQ(is_sharded(model->parameters()[0]), rank() != 0);
@@ -302,11 +304,15 @@ struct CopyableImpl : nn::Cloneable<CopyableImpl> {
   void reset() override {
     first = register_module("first", nn::Linear(5, 4));
     second = register_module("second", nn::Linear(4, 3));
+    uses = register_parameter("uses", torch::zeros({5}, torch::kLong), /*requires_grad=*/false);
+    mean = register_buffer("mean", torch::zeros({2}));
+    batches = register_buffer("batches", torch::zeros({}, torch::kLong));
   }
   at::Tensor forward(const at::Tensor& x) {
     return second(torch::tanh(first(x)));
   }
   nn::Linear first{nullptr}, second{nullptr};
+  at::Tensor uses, mean, batches;
 };
 
 TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
@@ -329,8 +335,13 @@ TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
       for (auto& shard : copy->parameters()) {
         shard.fill_(0);
       }
+      model->mean.fill_(1);
+      model->batches.fill_(7);
     }
     ema_update_(*copy, *model, 0.75);
+    EXPECT_TRUE(torch::equal(whole_of(*copy, "uses"), torch::ones({5}, torch::kLong))); // counts have no average
+    EXPECT_TRUE(torch::equal(copy->mean, torch::ones({2})));
+    EXPECT_EQ(copy->batches.item<int64_t>(), 7);
     EXPECT_TRUE(torch::equal(whole_of(*copy, "second.weight"), torch::full({3, 4}, 0.25)));
     EXPECT_TRUE(torch::equal(whole_of(*model, "second.weight"), torch::ones({3, 4})));
   });
@@ -418,6 +429,27 @@ TEST_P(Handles, TorchScriptModulesTrain) {
   const auto wanted = train(false);
   on_threads(GetParam(), [&] { EXPECT_EQ(train(true), wanted); });
   std::filesystem::remove(file);
+}
+
+TEST_P(Handles, TorchScriptModulesBecomeSeveralUnits) {
+  on_threads(GetParam(), [] {
+    torch::jit::Module inner("Inner"), outer("Outer");
+    inner.register_parameter("weight", torch::ones({3, 3}).requires_grad_(), /*is_buffer=*/false);
+    inner.define("def forward(self, x):\n  return torch.tanh(torch.matmul(x, self.weight))\n");
+    outer.register_parameter("scale", torch::ones({3}).requires_grad_(), /*is_buffer=*/false);
+    outer.register_module("inner", inner);
+    outer.define("def forward(self, x):\n  return self.inner.forward(x * self.scale)\n");
+    auto below = fully_shard(inner);
+    auto root = fully_shard(outer);
+    EXPECT_EQ(below.name(), "inner");
+    EXPECT_EQ(below.unit()->shared_runtime(), root.unit()->shared_runtime());
+    outer.forward({torch::ones({2, 3})}).toTensor().sum().backward();
+    EXPECT_EQ(below.unit()->whole_bytes() + root.unit()->whole_bytes(), 0);
+    for (const auto& shard : parameters(outer)) {
+      EXPECT_TRUE(shard.numel() == 0 || shard.grad().defined());
+    }
+    EXPECT_THROW(fully_shard(outer), Error);
+  });
 }
 
 TEST_P(Handles, DescribeListsTheUnits) {

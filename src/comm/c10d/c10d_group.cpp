@@ -74,6 +74,9 @@ adapter::BufferPool::Allocate backend_memory(const ProcessGroupPtr& process_grou
 
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
+  if (process_group->getSize() == 1) {
+    return group_of_one();
+  }
   const auto timeout = timeout_of(*process_group);
   C10dOptions options{.timeout = timeout};
   if (adapter::backend_name(*process_group) == "gloo" && process_group->getStore()) {

@@ -4,7 +4,7 @@
 
 #include <fsdp/error.h>
 
-#include "comm/shm/factory.h"
+#include <fsdp/group.h>
 #include "comm/shm/segment.h"
 
 namespace fsdp {

@@ -3,8 +3,8 @@
 #include <chrono>
 #include <memory>
 
+#include <fsdp/group.h>
 #include "comm/shm/core.h"
-#include "comm/shm/factory.h"
 
 namespace fsdp::shm {
 

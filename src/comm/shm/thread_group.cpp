@@ -4,9 +4,9 @@
 #include <thread>
 #include <vector>
 
+#include <fsdp/group.h>
 #include "base/check.h"
 #include "base/log.h"
-#include "comm/shm/factory.h"
 #include "comm/shm/thread_exchange.h"
 #include "comm/world.h"
 
