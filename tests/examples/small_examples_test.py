@@ -1,6 +1,8 @@
 """The numbered examples, run as their first lines say."""
 
+import os
 import re
+import shutil
 import socket
 import subprocess
 import unittest
@@ -27,6 +29,24 @@ class SmallExamples(unittest.TestCase):
         for ranks in (1, 2, 3):
             output = self.train("01_fully_shard", ranks)
             self.assertEqual(len(re.findall(r"rank \d keeps .* of 0.weight \[256, 64\]", output)), ranks)
+
+    def test_torchrun_and_mpirun_start_ranks_too(self):
+        for launcher in (self.torchrun(), self.mpirun()):
+            if launcher is None:
+                continue
+            result = subprocess.run(
+                [*launcher, support.BIN / "01_fully_shard"],
+                env=support.environment(), capture_output=True, text=True, timeout=120,
+            )
+            self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+            self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2, launcher)
+
+    def torchrun(self):
+        python = os.environ.get("FSDP_TORCH_PYTHON")
+        return python and [python, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2"]
+
+    def mpirun(self):
+        return shutil.which("mpirun") and ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
 
     def test_mixed_precision_and_offload(self):
         output = self.train("02_mixed_precision_and_offload", 2)

@@ -1,7 +1,10 @@
 """examples/train_gpt as its users run it, with a model that takes moments."""
 
 import json
+import math
+import os
 import pathlib
+import pty
 import re
 import signal
 import subprocess
@@ -101,6 +104,52 @@ class TrainGpt(unittest.TestCase):
     def test_gloo_changes_no_numbers(self):
         self.assert_same_bits(2, "--backend", "gloo")
 
+    def test_resharding_to_fewer_ranks_changes_no_numbers(self):
+        self.assert_same_bits(4, "--backend", "gloo", "--reshard-after-forward", 2)
+
+    def test_the_seed_decides_the_run(self):
+        first, again, other = (self.finish("--steps", 3, "--seed", seed, ranks=2).losses() for seed in (1, 1, 2))
+        self.assertEqual(first, again)
+        self.assertNotEqual(first, other)
+
+    def test_the_learning_rate_warms_up_and_then_follows_a_cosine(self):
+        run = self.finish("--steps", 20, "--warmup", 4, "--lr", "1e-2")
+        rates = [line["learning_rate"] for line in run.metrics() if line["event"] == "step"]
+        for step, rate in enumerate(rates, start=1):
+            along = math.cos(math.pi * (step - 1 - 4) / (20 - 4))
+            expected = 1e-2 * step / 4 if step <= 4 else 1e-3 + (1e-2 - 1e-3) * (1 + along) / 2
+            self.assertAlmostEqual(rate, expected, delta=1e-9, msg=f"step {step}")
+
+    def test_the_end_says_what_was_learned_and_where_it_stands(self):
+        run = Run(self, "--steps", STEPS, ranks=2)
+        out = run.finish().stdout
+        before, after = re.search(r"held-back text: (\S+) before, (\S+) after", out).groups()
+        self.assertLess(float(after), float(before))
+        self.assertRegex(out, r"The model writes:\n\nThe ")
+        for name in ("report.html", "metrics.jsonl"):
+            self.assertIn(str(run.out / name), out)
+        self.assertRegex(out, r"unit +tensors +parameters +whole +per rank")  # the units, before the first step
+
+    def test_a_terminal_gets_a_bar(self):
+        run = Run(self, "--steps", STEPS)
+        ours, theirs = pty.openpty()
+        process = subprocess.Popen(
+            support.command("train_gpt", *run.options), env=support.environment(), stdout=theirs, close_fds=True
+        )
+        os.close(theirs)
+        seen = b""
+        while chunk := self.read(ours):
+            seen += chunk
+        self.assertEqual(process.wait(timeout=60), 0)
+        self.assertIn(b"\r\x1b[K[", seen)
+        self.assertRegex(seen.decode(), r"\[=+\] 6/6  loss \S+  \S+ tok/s  \S+ MiB  0:00 left")
+
+    def read(self, terminal):
+        try:
+            return os.read(terminal, 65536)
+        except OSError:  # the other end was closed
+            return b""
+
     def test_the_loss_falls(self):
         losses = self.finish("--steps", 60, "--warmup", 5, "--lr", "1e-2", ranks=2).losses()
         self.assertAlmostEqual(losses[0], 5.545, delta=0.1)  # of a model that knows nothing: the logarithm of 256
@@ -120,6 +169,8 @@ class TrainGpt(unittest.TestCase):
         history = json.loads(re.search(r'<script type="application/json" id="history">(.*?)</script>', page, re.S)[1])
         self.assertEqual([step["loss"] for step in history["steps"]], run.losses())
         self.assertTrue(history["sample"].startswith("The "))
+        self.assertEqual([unit["name"] for unit in history["units"]], ["(root)", "blocks.0", "blocks.1"])
+        self.assertTrue(all(unit["bytes_whole"] > unit["bytes_shard"] > 0 for unit in history["units"]))
         self.assertTrue(all(step["memory_bytes"] > 0 and step["tokens_per_second"] > 0 for step in history["steps"]))
         self.assertNotRegex(page, r'(src|href)=|https?:|@import|fetch\(')
 
