@@ -1,6 +1,7 @@
 // The bound on memory and the order of events, as the engine reports them.
 
 #include <deque>
+#include <thread>
 
 #include "engine/prediction.h"
 #include "engine/runtime.h"
@@ -400,6 +401,34 @@ TEST(MemoryOverGloo, StaysWithinThePrediction) {
       }
     }
     shutdown();
+  });
+}
+
+// Rank 1 is slow to read the others' gradients, which have to live until then.
+TEST(MemoryOfGradients, ThatASlowRankHasNotReadIsBounded) {
+  on_threads(2, [] {
+    nn::Sequential model;
+    for (int i = 0; i < 16; ++i) {
+      model->push_back(nn::Linear(nn::LinearOptions(8, 8).bias(false)));
+      fully_shard(*model[i]);
+    }
+    auto root = fully_shard(*model);
+    std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> gradients; // alive
+    size_t most = 0;
+    for (const auto& layer : *model) {
+      layer.ptr()->as<nn::Linear>()->weight.register_hook([&](const at::Tensor& gradient) {
+        if (rank() == 1) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        }
+        std::erase_if(gradients, [](const auto& weak) { return weak.expired(); });
+        gradients.push_back(gradient.storage().getWeakStorageImpl());
+        most = std::max(most, gradients.size());
+      });
+    }
+    model->forward(torch::ones({2, 8})).sum().backward();
+    const auto in_flight = static_cast<size_t>(root.unit()->runtime().reducer().max_in_flight());
+    EXPECT_LE(most, 1 + 2 * in_flight) << "on rank " << rank();
+    EXPECT_GT(most, rank() == 0 ? in_flight : 0);
   });
 }
 
