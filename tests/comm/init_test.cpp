@@ -4,6 +4,7 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -91,6 +92,29 @@ TEST(Init, UnknownNamesAreErrorsThatListTheChoices) {
     EXPECT_TRUE(contains(error_message([] { init({.device = "abacus"}); }), "(cpu"));
     EXPECT_TRUE(contains(error_message([] { init({.device = "meta"}); }), "(cpu"));
     EXPECT_FALSE(is_initialized());
+  });
+}
+
+// In processes of their own, where alone that device is known.
+TEST(Init, DevicesThatNoBackendIsKnownForAreErrors) {
+  on_processes(2, [] {
+    const c10::impl::DeviceGuardImplRegistrar known(c10::kHPU, new c10::impl::NoOpDeviceGuardImpl<c10::kHPU>());
+    const std::string message = error_message([] { init({.device = "hpu:0"}); });
+    EXPECT_TRUE(contains(message, "expected a device that libfsdp knows a backend for (cpu, cuda), got hpu:0"));
+    EXPECT_TRUE(contains(message, "Mesh::from_group(process_group)"));
+    EXPECT_FALSE(is_initialized());
+  });
+}
+
+TEST(Init, EachRankNeedsADevice) {
+  on_processes(2, [] {
+    const c10::impl::DeviceGuardImplRegistrar known(c10::kHPU, new c10::impl::NoOpDeviceGuardImpl<c10::kHPU>());
+    if (process_rank() == 1) {
+      const std::string message = error_message([] { init({.device = "hpu"}); });
+      EXPECT_TRUE(contains(message, "expected a hpu device for local rank 1, but this host has 1"));
+    } else {
+      EXPECT_THROW(init({.device = "hpu", .timeout = seconds(3)}), Error);
+    }
   });
 }
 
