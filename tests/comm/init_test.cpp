@@ -11,6 +11,7 @@
 #include "comm/c10d/gloo.h"
 #include "support/error_message.h"
 #include "support/file_exchange.h"
+#include "support/memory.h"
 #include "support/ranks.h"
 #include "support/scoped_environment.h"
 
@@ -56,6 +57,22 @@ TEST(Init, RanksOfOneHostShareMemory) {
       shutdown();
     });
   }
+}
+
+/// After `init` the tensors that others may read lie in an arena, or not.
+void expect_arena(bool expected, const InitOptions& options) {
+  init(options);
+  expect_world_of(2, "shm");
+  const at::Tensor big = at::zeros({1 << 20});
+  EXPECT_EQ(mapping_of(big.const_data_ptr()).name.find("fsdp-arena") != std::string::npos, expected);
+  shutdown();
+}
+
+TEST(Init, TheArenaCanBeTurnedOff) {
+  on_processes(2, [] { expect_arena(true, {}); });
+  on_processes(2, [] { expect_arena(false, {.shared_arena = false}); });
+  on_processes(2, [] { expect_arena(false, {}); }, {.environment = {{"FSDP_ARENA", "0"}}});
+  on_processes(2, [] { expect_arena(false, {.shared_arena = true}); }, {.environment = {{"FSDP_ARENA", "0"}}});
 }
 
 TEST(Init, GlooByName) {
