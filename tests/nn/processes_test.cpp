@@ -241,6 +241,12 @@ INSTANTIATE_TEST_SUITE_P(Killed, LostRank, ::testing::ValuesIn(losses(SIGKILL, k
 INSTANTIATE_TEST_SUITE_P(
     Stopped, LostRank, ::testing::ValuesIn(losses(SIGSTOP, {Moment::kForward, Moment::kReduce})), name_of_loss);
 
+TEST_P(Processes, ModelsOfOtherKindsTrainInSharedMemory) {
+  for (const auto make : {&subjects::convolutions, &subjects::recurrent, &subjects::odd}) {
+    train_on_processes("shm", {.make = make}, GetParam());
+  }
+}
+
 // Of all ranks. Nobody goes on before all have looked.
 double memory_of_ranks(const std::string& mapping = "") {
   malloc_trim(0);
