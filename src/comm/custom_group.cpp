@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/c10d/arguments.h"
 #include "comm/c10d/divide.h"
 #include "comm/decorated_group.h"
 #include "comm/queued.h"
@@ -103,7 +104,8 @@ class FlatHome final : public Home {
 class OtherAllGather final : public WithCollective {
  public:
   using WithCollective::WithCollective;
-  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label&) override {
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    adapter::check_pieces(pieces, size(), label);
     return std::make_shared<FlatHome>(base_, collective_, std::move(pieces), options);
   }
   bool gathers_in_place() const override {
@@ -114,7 +116,8 @@ class OtherAllGather final : public WithCollective {
 class OtherReduceScatter final : public WithCollective {
  public:
   using WithCollective::WithCollective;
-  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label&) override {
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    adapter::check_reduce_scatter(args, rank(), size(), label);
     int64_t numel = 0;
     for (int64_t chunk : args.chunks) {
       numel += chunk;
