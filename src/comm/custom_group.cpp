@@ -6,6 +6,9 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/c10d/arguments.h"
+#include "comm/c10d/divide.h"
+#include "comm/decorated_group.h"
 #include "comm/queued.h"
 
 namespace fsdp {
@@ -15,41 +18,12 @@ namespace {
 using Collective = std::function<void(at::Tensor&, const at::Tensor&, Group&)>;
 
 /// All of a group but the collective that a user brings.
-class Decorated : public Group {
+class WithCollective : public DecoratedGroup {
  public:
-  Decorated(std::shared_ptr<Group> base, Collective collective)
-      : Group(base->rank(), base->size(), base->name()), base_(std::move(base)), collective_(std::move(collective)) {}
-
-  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
-    return base_->make_home(std::move(pieces), options, label);
-  }
-  bool gathers_in_place() const override {
-    return base_->gathers_in_place();
-  }
-  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
-    return base_->reduce_scatter(std::move(args), label);
-  }
-  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override {
-    return base_->all_reduce(std::move(tensor), op, divide_by, label);
-  }
-  void broadcast(at::Tensor tensor, int root, const Label& label) override {
-    base_->broadcast(std::move(tensor), root, label);
-  }
-  void barrier(const Label& label) override {
-    base_->barrier(label);
-  }
-  std::vector<std::string> exchange(const std::string& bytes, const Label& label) override {
-    return base_->exchange(bytes, label);
-  }
-  std::shared_ptr<Group> split(int color, const Label& label) override {
-    return base_->split(color, label);
-  }
-  void abort(const std::string& reason) override {
-    base_->abort(reason);
-  }
+  WithCollective(std::shared_ptr<Group> base, Collective collective)
+      : DecoratedGroup(std::move(base)), collective_(std::move(collective)) {}
 
  protected:
-  std::shared_ptr<Group> base_;
   Collective collective_;
 };
 
@@ -127,10 +101,11 @@ class FlatHome final : public Home {
   std::vector<at::Tensor> slices_;
 };
 
-class OtherAllGather final : public Decorated {
+class OtherAllGather final : public WithCollective {
  public:
-  using Decorated::Decorated;
-  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label&) override {
+  using WithCollective::WithCollective;
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    adapter::check_pieces(pieces, size(), label);
     return std::make_shared<FlatHome>(base_, collective_, std::move(pieces), options);
   }
   bool gathers_in_place() const override {
@@ -138,18 +113,19 @@ class OtherAllGather final : public Decorated {
   }
 };
 
-class OtherReduceScatter final : public Decorated {
+class OtherReduceScatter final : public WithCollective {
  public:
-  using Decorated::Decorated;
-  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label&) override {
+  using WithCollective::WithCollective;
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    adapter::check_reduce_scatter(args, rank(), size(), label);
     int64_t numel = 0;
     for (int64_t chunk : args.chunks) {
       numel += chunk;
     }
-    const c10::Device device = args.wholes[0].device();
     if (numel == 0) {
-      return std::make_unique<Queued>(device);
+      return std::make_unique<Queued>(args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device());
     }
+    const c10::Device device = args.wholes[0].device();
     const auto options = args.wholes[0].options();
     auto input = at::zeros({size(), numel}, options);
     int64_t offset = 0;
@@ -164,9 +140,7 @@ class OtherReduceScatter final : public Decorated {
     }
     auto output = at::empty({numel}, options);
     collective_(output, input.flatten(), *base_);
-    if (args.divide_by != 1) {
-      output.div_(args.divide_by);
-    }
+    adapter::divide_(output, args.divide_by);
     offset = 0;
     for (size_t i = 0; i < args.slices.size(); ++i) {
       args.slices[i].copy_(output.narrow(0, offset, args.slices[i].numel()));

@@ -89,7 +89,20 @@ void see_shard(Param& param, bool written, const Call& call) {
   }
 }
 
-[[noreturn]] void refuse_gradient(const Call& call) {
+// An optimizer that was built too early may have decayed a handle before it reads the gradient.
+void forget_writes(Unit& unit) {
+  WithoutCallersLock no_callers_lock;
+  auto lock = unit.runtime().lock();
+  InternalScope scope;
+  if (unit.is_private() && unit.held == 0) {
+    unit.discard_private();
+  }
+}
+
+[[noreturn]] void refuse_gradient(const Call& call, const Param* param) {
+  if (param != nullptr) {
+    forget_writes(param->unit());
+  }
   fail(
       "[",
       call.name,
@@ -104,7 +117,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
-      refuse_gradient(call);
+      refuse_gradient(call, tenant->param);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, written, call)

@@ -124,6 +124,7 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
 
 Param::~Param() {
   end_watching();
+  end_stand_in();
   if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
     shard_tenant_->param = nullptr;
   }
@@ -180,10 +181,17 @@ void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
   set_part(handle_storages_.size() - 1, nullptr);
 }
 
+void Param::end_stand_in() {
+  if (stand_in_.defined()) {
+    tenant_of(stand_in_)->param = nullptr; // the handle may hold it on
+  }
+}
+
 void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device) {
   gathered_ = dtype;
   handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
-  auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, nullptr, nullptr});
+  auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, this, nullptr});
+  end_stand_in();
   stand_in_ =
       make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
   hooked_ = false;

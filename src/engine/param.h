@@ -133,6 +133,7 @@ class Param {
   void install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device);
   void end_handle();
   void end_watching();
+  void end_stand_in();
   void install_gradient_hooks(const at::Tensor& handle);
 
   Unit& unit_;

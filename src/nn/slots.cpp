@@ -59,7 +59,7 @@ std::vector<Slot> slots_of(const torch::jit::Module& module) {
 
 engine::Param* param_of(const at::Tensor& tensor) {
   const engine::Tenant* tenant = engine::tenant_of(tensor);
-  return tenant == nullptr ? nullptr : tenant->param;
+  return tenant == nullptr || tenant->role == engine::Role::kGradient ? nullptr : tenant->param;
 }
 
 bool is_handle(const at::Tensor& tensor) {

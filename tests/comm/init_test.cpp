@@ -4,12 +4,14 @@
 #include <thread>
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "comm/c10d/gloo.h"
 #include "support/error_message.h"
 #include "support/file_exchange.h"
+#include "support/memory.h"
 #include "support/ranks.h"
 #include "support/scoped_environment.h"
 
@@ -57,6 +59,22 @@ TEST(Init, RanksOfOneHostShareMemory) {
   }
 }
 
+/// After `init` the tensors that others may read lie in an arena, or not.
+void expect_arena(bool expected, const InitOptions& options) {
+  init(options);
+  expect_world_of(2, "shm");
+  const at::Tensor big = at::zeros({1 << 20});
+  EXPECT_EQ(mapping_of(big.const_data_ptr()).name.find("fsdp-arena") != std::string::npos, expected);
+  shutdown();
+}
+
+TEST(Init, TheArenaCanBeTurnedOff) {
+  on_processes(2, [] { expect_arena(true, {}); });
+  on_processes(2, [] { expect_arena(false, {.shared_arena = false}); });
+  on_processes(2, [] { expect_arena(false, {}); }, {.environment = {{"FSDP_ARENA", "0"}}});
+  on_processes(2, [] { expect_arena(false, {.shared_arena = true}); }, {.environment = {{"FSDP_ARENA", "0"}}});
+}
+
 TEST(Init, GlooByName) {
   for (const int size : {2, 3, 4}) {
     on_processes(size, [&] {
@@ -91,6 +109,29 @@ TEST(Init, UnknownNamesAreErrorsThatListTheChoices) {
     EXPECT_TRUE(contains(error_message([] { init({.device = "abacus"}); }), "(cpu"));
     EXPECT_TRUE(contains(error_message([] { init({.device = "meta"}); }), "(cpu"));
     EXPECT_FALSE(is_initialized());
+  });
+}
+
+// In processes of their own, where alone that device is known.
+TEST(Init, DevicesThatNoBackendIsKnownForAreErrors) {
+  on_processes(2, [] {
+    const c10::impl::DeviceGuardImplRegistrar known(c10::kHPU, new c10::impl::NoOpDeviceGuardImpl<c10::kHPU>());
+    const std::string message = error_message([] { init({.device = "hpu:0"}); });
+    EXPECT_TRUE(contains(message, "expected a device that libfsdp knows a backend for (cpu, cuda), got hpu:0"));
+    EXPECT_TRUE(contains(message, "Mesh::from_group(process_group)"));
+    EXPECT_FALSE(is_initialized());
+  });
+}
+
+TEST(Init, EachRankNeedsADevice) {
+  on_processes(2, [] {
+    const c10::impl::DeviceGuardImplRegistrar known(c10::kHPU, new c10::impl::NoOpDeviceGuardImpl<c10::kHPU>());
+    if (process_rank() == 1) {
+      const std::string message = error_message([] { init({.device = "hpu"}); });
+      EXPECT_TRUE(contains(message, "expected a hpu device for local rank 1, but this host has 1"));
+    } else {
+      EXPECT_THROW(init({.device = "hpu", .timeout = seconds(3)}), Error);
+    }
   });
 }
 

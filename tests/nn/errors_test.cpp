@@ -1,5 +1,8 @@
 // Every mistake has a message that says what to do.
 
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/script.h>
+
 #include "nn/parity.h"
 #include "nn/subjects.h"
 
@@ -130,6 +133,53 @@ TEST(Errors, AnUnsupportedDevice) {
   expect_error(1, [] { init_device_mesh("quantum", {1}); }, {"quantum"});
 }
 
+void shard_on(c10::Device device) {
+  nn::Linear model(4, 4);
+  fully_shard(*model, {.mesh = Mesh::from_groups({group_of_one()}, {"shard"}, device)});
+}
+
+TEST(Errors, AMeshOnADeviceThatThisLibTorchDoesNotKnow) {
+  for (const auto type : {c10::kPrivateUse1, c10::kXLA, c10::kMeta}) {
+    expect_error(1, [=] { shard_on(c10::Device(type, 0)); }, {"[fully_shard] the mesh is on '", "has no support for"});
+  }
+}
+
+// In a process of its own, where alone that device is known.
+TEST(Errors, AMeshOnADeviceFromOutside) {
+  on_processes(1, [] {
+    constexpr auto kOutside = c10::kPrivateUse1;
+    const c10::impl::DeviceGuardImplRegistrar known(kOutside, new c10::impl::NoOpDeviceGuardImpl<kOutside>());
+    expect_error(1, [] { shard_on(c10::Device(kOutside, 0)); }, {"joins LibTorch from outside", "set_data"});
+  });
+}
+
+TEST(Errors, NoModules) {
+  expect_error(
+      1, [] { fully_shard(std::vector<nn::Module*>{}); }, {"the list of modules is empty", "at least one module"});
+}
+
+TEST(Errors, ANullModule) {
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(std::vector<nn::Module*>{model.get(), nullptr});
+      },
+      {"[fully_shard] one of the modules is null"});
+}
+
+TEST(Errors, ATorchScriptModuleTwice) {
+  expect_error(
+      2,
+      [] {
+        torch::jit::Module module("Net");
+        module.register_parameter("weight", torch::ones({3, 5}).requires_grad_(), /*is_buffer=*/false);
+        fully_shard(module);
+        fully_shard(module);
+      },
+      {"[fully_shard] was called twice on the same TorchScript module", "call it once"});
+}
+
 TEST(Errors, AsFsdpOfAPlainModule) {
   expect_error(
       1,
@@ -245,6 +295,86 @@ TEST(Errors, RootOnlySettersBelowTheRoot) {
         below.reset_iter_state();
       },
       {"[reset_iter_state] is for the root"});
+}
+
+TEST(Errors, AnEventOfTheOptimizerBelowTheRoot) {
+  expect_error(
+      2,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        auto below = fully_shard(*model[0]);
+        fully_shard(*model);
+        below.set_post_optim_event(nullptr);
+      },
+      {"[set_post_optim_event] is for the root", "'0' lies below '(root)'"});
+}
+
+TEST(Errors, SharingBelowTheRoot) {
+  expect_error(
+      2,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        nn::Linear other(4, 4);
+        auto below = fully_shard(*model[0]);
+        fully_shard(*model);
+        share_comm_ctx({fully_shard(*other), below});
+      },
+      {"[share_comm_ctx] is for the root", "'0' lies below '(root)'"});
+}
+
+TEST(Errors, AStreamForTheHookOfAHybridMesh) {
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        auto unit = fully_shard(*model, {.mesh = init_device_mesh("cpu", {1, 2}, {"replicate", "shard"})});
+        unit.set_all_reduce_hook([](at::Tensor&) {}, c10::Stream(c10::Stream::DEFAULT, c10::kCPU));
+      },
+      {"[set_all_reduce_hook] a stream cannot be given on a hybrid mesh", "leave it out"});
+}
+
+TEST(Errors, CollectivesThatAreNone) {
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model).set_custom_all_gather(nullptr);
+      },
+      {"[set_custom_all_gather] the function is empty"});
+  expect_error(
+      1,
+      [] {
+        nn::Linear model(4, 4);
+        fully_shard(*model).set_custom_reduce_scatter(nullptr);
+      },
+      {"[set_custom_reduce_scatter] the function is empty"});
+}
+
+TEST(Errors, ACloneOfAPlainModule) {
+  expect_error(
+      1,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4));
+        fsdp::clone(*model);
+      },
+      {"[clone] the module is not sharded", "use module->clone()"});
+}
+
+TEST(Errors, AnAverageOfAnotherModel) {
+  const auto update = [](nn::Sequential average) {
+    nn::Sequential model(nn::Linear(4, 4));
+    fully_shard(*model);
+    fully_shard(*average);
+    ema_update_(*average, *model, 0.5);
+  };
+  expect_error(
+      2,
+      [&] { update(nn::Sequential(nn::Linear(4, 4), nn::Linear(4, 4))); },
+      {"[ema_update_] the average has 4 parameters and the model 2", "fsdp::clone(model)"});
+  expect_error(
+      2,
+      [&] { update(nn::Sequential(nn::Linear(8, 4))); },
+      {"[ema_update_] shard 0 has sizes [2, 8] in the average and [2, 4] in the model", "fsdp::clone(model)"});
 }
 
 TEST(Errors, ArgumentsOfSetters) {

@@ -19,10 +19,7 @@ class FsdpModule : public ::testing::TestWithParam<int> {
   /// Training is the same with the setters called.
   void train_with(std::function<void(Subject&, FSDPModule&)> prepare, FullyShardOptions options = {}) {
     expect_parity(
-        {.make = [] { return subjects::tied(); },
-         .options = std::move(options),
-         .steps = 4,
-         .prepare = std::move(prepare)},
+        {.make = [] { return subjects::tied(); }, .options = std::move(options), .prepare = std::move(prepare)},
         GetParam());
   }
 };
@@ -86,11 +83,10 @@ TEST_P(FsdpModule, SchedulingKnobsChangeNoBit) {
 TEST_P(FsdpModule, AllReduceHookSeesTheReducedGradients) {
   std::atomic<int> calls{0};
   train_with([&](Subject&, FSDPModule& root) {
-    root.set_all_reduce_hook([&](at::Tensor& slice) {
+    root.set_all_reduce_hook([&](at::Tensor&) {
       const at::Tensor matrix = torch::ones({2, 2});
       EXPECT_EQ(torch::mm(matrix, matrix).scalar_type(), torch::kFloat) << "autocast, which is off, took place";
       ++calls;
-      slice.mul_(2).div_(2);
     });
   });
   EXPECT_GT(calls, 0);

@@ -5,6 +5,7 @@
 
 #include <torch/torch.h>
 
+#include <fsdp/clone.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/gather_extension.h>
 #include <fsdp/init.h>
@@ -108,6 +109,16 @@ TEST_P(GatherExtensions, MakeNoWholeThatCouldBeWritten) {
     torch::NoGradGuard no_grad;
     const auto said = error_message([&] { model[0]->as<nn::Linear>()->weight.zero_(); });
     EXPECT_TRUE(contains(said, "made by an all-gather extension"));
+  });
+}
+
+TEST_P(GatherExtensions, CannotBeCloned) {
+  on_threads(GetParam(), [&] {
+    auto model = make_model();
+    fully_shard(*model, in_bfloat16(GetParam()));
+    const auto said = error_message([&] { fsdp::clone(*model); });
+    EXPECT_TRUE(contains(said, "[clone] '0.weight' is gathered by a GatherExtension"));
+    EXPECT_TRUE(contains(said, "load its state_dict"));
   });
 }
 

@@ -7,37 +7,21 @@ namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
+using subjects::subject_of;
 
 class Modules : public ::testing::TestWithParam<int> {
  protected:
   void train(MakeSubject make, FullyShardOptions options = {}) {
-    expect_parity({.make = std::move(make), .options = std::move(options), .steps = 4}, GetParam());
+    expect_parity({.make = std::move(make), .options = std::move(options)}, GetParam());
   }
 };
 
-template <typename Loss>
-Subject subject_of(std::shared_ptr<nn::Module> module, Loss loss, std::vector<std::shared_ptr<nn::Module>> parts = {}) {
-  return {std::move(module), std::move(loss), std::move(parts)};
+TEST_P(Modules, ConvolutionsWithNorms) {
+  train(&subjects::convolutions);
 }
 
-TEST_P(Modules, ConvolutionsWithNorms) {
-  train([] {
-    nn::Sequential model(
-        nn::Conv2d(nn::Conv2dOptions(3, 5, 3).padding(1)),
-        nn::GroupNorm(nn::GroupNormOptions(5, 5)),
-        nn::BatchNorm2d(5),
-        nn::ReLU(),
-        nn::ConvTranspose2d(nn::ConvTranspose2dOptions(5, 2, 2)),
-        nn::Flatten(),
-        nn::Linear(2 * 49, 3),
-        nn::PReLU());
-    return subject_of(
-        model.ptr(),
-        [model](int rank, int step) mutable {
-          return model->forward(subjects::data(rank, step, {2, 3, 6, 6})).pow(2).mean();
-        },
-        {model[0], model[2], model[6]});
-  });
+TEST_P(Modules, Recurrent) {
+  train(&subjects::recurrent);
 }
 
 // Buffers are not sharded: each rank has the statistics of its own batches, as in an unsharded model that sees these.
@@ -56,32 +40,6 @@ TEST_P(Modules, BatchNormKeepsStatisticsOfItsRank) {
     plain->eval();
     const auto batch = subjects::data(rank(), 3, {4, 6});
     EXPECT_TRUE(torch::equal(sharded_norm(batch), plain(batch)));
-  });
-}
-
-TEST_P(Modules, Recurrent) {
-  train([] {
-    struct NetImpl : nn::Module {
-      NetImpl() {
-        embedding = register_module("embedding", nn::Embedding(9, 5));
-        lstm = register_module("lstm", nn::LSTM(nn::LSTMOptions(5, 6).num_layers(2).batch_first(true)));
-        gru = register_module("gru", nn::GRU(nn::GRUOptions(6, 4).batch_first(true).bidirectional(true)));
-        head = register_module("head", nn::Linear(8, 9));
-      }
-      nn::Embedding embedding{nullptr};
-      nn::LSTM lstm{nullptr};
-      nn::GRU gru{nullptr};
-      nn::Linear head{nullptr};
-    };
-    auto net = std::make_shared<NetImpl>();
-    return subject_of(
-        net,
-        [net](int rank, int step) {
-          auto ids = subjects::tokens(rank, step, {2, 6}, 9);
-          auto x = std::get<0>(net->lstm(net->embedding(ids)));
-          return nn::functional::cross_entropy(net->head(std::get<0>(net->gru(x))).flatten(0, 1), ids.flatten());
-        },
-        {net->lstm.ptr(), net->gru.ptr()});
   });
 }
 
@@ -136,36 +94,8 @@ TEST_P(Modules, ParameterListsAndDicts) {
   });
 }
 
-/// Parameters that other systems refuse: 0-dim, transposed, channels-last, expanded, integer, double, frozen, and one
-/// nobody uses.
-struct OddImpl : nn::Module {
-  OddImpl() {
-    scalar = register_parameter("scalar", torch::full({}, 0.7));
-    transposed = register_parameter("transposed", torch::randn({5, 3}).t());
-    channels_last =
-        register_parameter("channels_last", torch::randn({4, 2, 3, 3}).contiguous(at::MemoryFormat::ChannelsLast));
-    wide = register_parameter("wide", torch::randn({2, 3}, torch::kDouble));
-    table = register_parameter("table", torch::arange(5), /*requires_grad=*/false);
-    frozen = register_parameter("frozen", torch::randn({7}), /*requires_grad=*/false);
-    unused = register_parameter("unused", torch::randn({6}));
-    empty = register_parameter("empty", torch::zeros({0, 4}));
-  }
-  at::Tensor forward(const at::Tensor& x) {
-    auto y = torch::conv2d(x, channels_last).mean({2, 3}) * scalar; // {n, 4}
-    y = torch::matmul(y.narrow(1, 0, 3), transposed).index_select(1, table); // {n, 5}
-    auto z = torch::matmul(y.narrow(1, 0, 2).to(torch::kDouble), wide).to(torch::kFloat);
-    return y.sum() + z.pow(2).sum() + (frozen * scalar).sum() + empty.sum();
-  }
-  at::Tensor scalar, transposed, channels_last, wide, table, frozen, unused, empty;
-};
-
-Subject odd() {
-  auto net = std::make_shared<OddImpl>();
-  return subject_of(net, [net](int rank, int step) { return net->forward(subjects::data(rank, step, {2, 2, 4, 4})); });
-}
-
 TEST_P(Modules, OddParameters) {
-  train(odd);
+  train(&subjects::odd);
 }
 
 TEST_P(Modules, OddParametersCutAlongTheLastDimension) {
@@ -173,7 +103,7 @@ TEST_P(Modules, OddParametersCutAlongTheLastDimension) {
   options.shard_placement_fn = [](const at::Tensor& parameter, const std::string&) -> std::optional<ShardPlacement> {
     return parameter.dim() == 0 ? std::nullopt : std::optional(ShardPlacement{-1});
   };
-  train(odd, options);
+  train(&subjects::odd, options);
 }
 
 TEST_P(Modules, WeightsTiedAcrossUnits) {
@@ -195,6 +125,33 @@ TEST_P(Modules, WeightsTiedAcrossUnits) {
           return net->last(torch::tanh(net->middle(net->first(subjects::data(rank, step, {3, 5}))))).pow(2).mean();
         },
         {net->first.ptr(), net->middle.ptr(), net->last.ptr()});
+  });
+}
+
+/// Computes with a weight that it may share with other modules.
+struct HolderImpl : nn::Module {
+  explicit HolderImpl(const at::Tensor& shared) : weight(register_parameter("weight", shared)) {}
+  at::Tensor weight;
+};
+TORCH_MODULE(Holder);
+
+// Unlike a member that is merely made equal, the weight is among the registered parameters of both.
+TEST_P(Modules, AWeightRegisteredInTwoUnits) {
+  train([] {
+    const auto shared = torch::randn({5, 5});
+    Holder first(shared), last(shared);
+    nn::Linear middle(5, 5);
+    auto net = std::make_shared<nn::ModuleListImpl>();
+    net->push_back(first);
+    net->push_back(middle);
+    net->push_back(last);
+    return subject_of(
+        net,
+        [=](int rank, int step) mutable {
+          auto x = torch::matmul(subjects::data(rank, step, {3, 5}), first->weight);
+          return torch::matmul(torch::tanh(middle(x)), last->weight).pow(2).mean();
+        },
+        {first.ptr(), middle.ptr(), last.ptr()});
   });
 }
 

@@ -10,6 +10,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/fsdp.h>
 
 #include "support/ranks.h"
@@ -39,19 +40,20 @@ struct Trial {
   MakeSubject make;
   FullyShardOptions options = {};
   Accumulate accumulate = Accumulate::kNone;
-  int steps = 3;
+  int steps = 10;
   bool shard_parts = true;
-  /// Rounds a reference gradient or parameter as the tested precision would; only then are bounds needed.
   /// Called with the sharded root before training.
   std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
   std::function<void(Subject&, FSDPModule&, int step)> before_step = nullptr;
 };
 
-/// What unsharded training gives: losses by step and rank, then gradients and parameters of the last step, by name.
+using NamedTensors = std::map<std::string, at::Tensor>;
+
+/// What unsharded training gives: losses by step and rank, gradients by step, and the parameters at the end.
 struct Reference {
   std::vector<std::vector<float>> losses;
-  std::map<std::string, at::Tensor> gradients;
-  std::map<std::string, at::Tensor> parameters;
+  std::vector<NamedTensors> gradients;
+  NamedTensors parameters;
 };
 
 inline int backwards_of(Accumulate accumulate) {
@@ -142,6 +144,11 @@ inline std::vector<at::Tensor> step_gradients(
   return total;
 }
 
+// An optimizer could not write the elements of an expanded tensor one by one; a unit makes it dense.
+inline at::Tensor dense(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
+}
+
 inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangement) {
   Subject subject = make_seeded(trial);
   subject.module->to(device_of_inputs);
@@ -149,6 +156,7 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
   std::vector<std::string> names;
   for (auto& item : subject.module->named_parameters()) {
     names.push_back(item.key());
+    item.value().set_data(dense(item.value().detach()));
     masters.push_back(item.value().detach().clone().set_requires_grad(item.value().requires_grad()));
     if (trial.options.mp_policy.param_dtype) {
       item.value().set_data(item.value().to(*trial.options.mp_policy.param_dtype));
@@ -159,8 +167,10 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
   for (int step = 0; step < trial.steps; ++step) {
     std::vector<std::vector<float>> losses(arrangement.ranks());
     const auto gradients = step_gradients(trial, subject, arrangement, step, losses);
+    reference.gradients.emplace_back();
     for (size_t i = 0; i < masters.size(); ++i) {
       masters[i].mutable_grad() = gradients[i].defined() ? gradients[i].to(masters[i].scalar_type()) : at::Tensor();
+      reference.gradients.back()[names[i]] = gradients[i].defined() ? masters[i].grad().cpu().clone() : at::Tensor();
     }
     optimizer.step();
     c10::AutoGradMode no_grad(false);
@@ -174,21 +184,21 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
     }
   }
   for (size_t i = 0; i < masters.size(); ++i) {
-    const auto& gradient = masters[i].grad();
     reference.parameters[names[i]] = masters[i].detach().cpu();
-    reference.gradients[names[i]] = gradient.defined() ? gradient.cpu() : gradient;
   }
   return reference;
 }
 
-inline void expect_same(at::Tensor got, const at::Tensor& wanted, const std::string& what) {
+inline void expect_same(const at::Tensor& got, const at::Tensor& wanted, const std::string& what) {
   ASSERT_EQ(got.defined(), wanted.defined()) << what;
   if (!wanted.defined()) {
     return;
   }
-  got = got.cpu();
+  ASSERT_EQ(got.scalar_type(), wanted.scalar_type()) << what;
   ASSERT_EQ(got.sizes(), wanted.sizes()) << what;
-  EXPECT_TRUE(torch::equal(got, wanted)) << what << " differs by " << (got - wanted).abs().max().item<double>();
+  const auto exact = [](const at::Tensor& tensor) { return tensor.cpu().to(torch::kDouble); };
+  const auto a = exact(got), b = exact(wanted);
+  EXPECT_TRUE(torch::equal(a, b)) << what << " differs by " << (a - b).abs().max().item<double>();
 }
 
 /// The calling rank's, of all steps.
@@ -198,6 +208,28 @@ inline void expect_losses(const std::vector<at::Tensor>& losses, const Reference
     const int step = i / backwards, micro = i % backwards;
     const float got = losses[i].item<float>(), wanted = reference.losses[step][rank() * backwards + micro];
     ASSERT_EQ(got, wanted) << "loss of rank " << rank() << ", step " << step << ", micro-batch " << micro;
+  }
+}
+
+/// This rank's gradients after a step. A look at them would make the host wait for a device.
+inline NamedTensors keep_gradients(const torch::nn::Module& module) {
+  NamedTensors kept;
+  for (const auto& [name, shard] : named_parameters(module)) {
+    const auto gradient = sharded(shard).grad();
+    kept[name] = gradient.defined() ? gradient.detach().clone() : gradient;
+  }
+  return kept;
+}
+
+/// The calling rank's, of all steps.
+inline void expect_gradients(
+    const torch::nn::Module& module, const std::vector<NamedTensors>& kept, const Reference& reference) {
+  for (const auto& [name, shard] : named_parameters(module)) {
+    for (size_t step = 0; step < kept.size(); ++step) {
+      const auto& whole = reference.gradients[step].at(name);
+      const auto wanted = whole.defined() ? piece_of(shard, whole) : whole;
+      expect_same(kept[step].at(name), wanted, "gradient of " + name + " after step " + std::to_string(step));
+    }
   }
 }
 
@@ -216,7 +248,8 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   }
   torch::optim::AdamW optimizer(parameters(*subject.module), torch::optim::AdamWOptions(1e-2));
   const int backwards = backwards_of(trial.accumulate);
-  std::vector<at::Tensor> losses; // looked at later: a look would make the host wait for a device
+  std::vector<at::Tensor> losses; // looked at later, as the gradients
+  std::vector<NamedTensors> gradients;
   for (int step = 0; step < trial.steps; ++step) {
     if (trial.before_step) {
       trial.before_step(subject, root, step);
@@ -233,14 +266,15 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
       loss.backward();
       losses.push_back(loss.detach());
     }
+    gradients.push_back(keep_gradients(*subject.module));
     optimizer.step();
   }
   expect_losses(losses, reference, trial);
-  std::map<std::string, at::Tensor> shards;
+  expect_gradients(*subject.module, gradients, reference);
   for (const auto& [name, shard] : named_parameters(*subject.module)) {
     ASSERT_TRUE(is_sharded(shard)) << name;
     const auto whole = sharded(shard);
-    expect_same(whole.full_grad(), reference.gradients.at(name), "gradient of " + name);
+    expect_same(whole.full_grad(), reference.gradients.back().at(name), "whole gradient of " + name);
     expect_same(whole.full_tensor(), reference.parameters.at(name), "parameter " + name);
   }
 }
@@ -252,13 +286,21 @@ inline void expect_parity(const Trial& trial, int ranks) {
   on_threads(ranks, [&] { train_sharded(trial, reference); });
 }
 
-inline void expect_parity_hybrid(Trial trial, const Arrangement& arrangement) {
+/// `choose` sets, on each rank, the options that only ranks can make: meshes.
+inline void expect_parity_with(
+    const Trial& trial, const Arrangement& arrangement, const std::function<void(FullyShardOptions&)>& choose) {
   SCOPED_TRACE(::testing::Message() << arrangement.replicas << " replicas x " << arrangement.shards << " shards");
   const auto reference = train_unsharded(trial, arrangement);
   on_threads(arrangement.ranks(), [&] {
     Trial mine = trial;
-    mine.options.mesh = init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
+    choose(mine.options);
     train_sharded(mine, reference);
+  });
+}
+
+inline void expect_parity_hybrid(const Trial& trial, const Arrangement& arrangement) {
+  expect_parity_with(trial, arrangement, [&](FullyShardOptions& options) {
+    options.mesh = init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
   });
 }
 

@@ -1,5 +1,6 @@
 // Ranks as processes: the same numbers over every backend, and errors instead of hangs when a rank is lost.
 
+#include <algorithm>
 #include <csignal>
 #include <filesystem>
 #include <set>
@@ -158,9 +159,51 @@ std::set<std::string> shared_files() {
   return files;
 }
 
+/// What may stand at the beginning of a survivor's message, and the unit that it names.
+struct Place {
+  std::vector<std::string> operations;
+  std::string unit;
+};
+
+Place expected_place(const Loss& loss) {
+  const bool shares_memory = std::string(loss.backend) == "shm"; // its gathers wait for nobody once all have written
+  switch (loss.moment) {
+    case Moment::kRendezvous:
+      return {{"init"}, ""};
+    case Moment::kSharding:
+      return {{"fully_shard"}, "fsdp::testing::subjects::BlockImpl"};
+    case Moment::kForward:
+      return {{"unshard"}, "(root)"};
+    case Moment::kBackward:
+      return shares_memory ? Place{{"reduce gradients"}, "blocks.2"} : Place{{"unshard"}, "blocks.1"};
+    case Moment::kReduce: // of the last unit, which others may not have behind them
+      return {{"reduce gradients", shares_memory ? "write shards" : "unshard"}, "(root)"};
+    case Moment::kOptimizer:
+      return {{shares_memory ? "write shards" : "unshard"}, "(root)"};
+  }
+  return {};
+}
+
+void expect_place(const std::string& message, const Place& place) {
+  const bool named = std::any_of(place.operations.begin(), place.operations.end(), [&](const auto& operation) {
+    return message.rfind("[" + operation + "]", 0) == 0;
+  });
+  EXPECT_TRUE(named) << "not while [" << place.operations.front() << "]: " << message;
+  if (!place.unit.empty()) {
+    EXPECT_NE(message.find("unit '" + place.unit + "'"), std::string::npos) << message;
+  }
+}
+
+/// Of what the shared-memory group maps.
+void expect_nothing_mapped() {
+  for (const char* name : {"fsdp-home", "fsdp-gathered", "fsdp-group"}) {
+    EXPECT_TRUE(mappings(name).empty()) << name << " is still mapped";
+  }
+}
+
 class LostRank : public ::testing::TestWithParam<Loss> {};
 
-// The others end within seconds, with an error that names who is missing and where.
+// The others end within seconds, with an error that names who is missing and where, and keep no memory.
 TEST_P(LostRank, EndsTheOthersWithAnError) {
   const Loss loss = GetParam();
   const auto files = shared_files();
@@ -175,9 +218,10 @@ TEST_P(LostRank, EndsTheOthersWithAnError) {
     const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     EXPECT_LT(seconds, 10);
     EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
-    EXPECT_NE(message.find('['), std::string::npos) << "no operation: " << message;
-    if (loss.moment != Moment::kRendezvous) {
-      EXPECT_NE(message.find("unit '"), std::string::npos) << message;
+    expect_place(message, expected_place(loss));
+    shutdown();
+    if (loss.moment != Moment::kBackward) { // a reduction that was in flight keeps its unit
+      expect_nothing_mapped();
     }
   };
   ProcessOptions process_options;
@@ -207,6 +251,12 @@ std::string name_of_loss(const ::testing::TestParamInfo<Loss>& info) {
 INSTANTIATE_TEST_SUITE_P(Killed, LostRank, ::testing::ValuesIn(losses(SIGKILL, kMoments)), name_of_loss);
 INSTANTIATE_TEST_SUITE_P(
     Stopped, LostRank, ::testing::ValuesIn(losses(SIGSTOP, {Moment::kForward, Moment::kReduce})), name_of_loss);
+
+TEST_P(Processes, ModelsOfOtherKindsTrainInSharedMemory) {
+  for (const auto make : {&subjects::convolutions, &subjects::recurrent, &subjects::odd}) {
+    train_on_processes("shm", {.make = make}, GetParam());
+  }
+}
 
 // Of all ranks. Nobody goes on before all have looked.
 double memory_of_ranks(const std::string& mapping = "") {
@@ -248,29 +298,81 @@ TEST(MemoryOfProcesses, ParametersAreThereOnceAndAllGoesWithTheModel) {
   });
 }
 
-TEST(Divergence, RanksThatReduceDifferentUnitsGetAnErrorThatNamesBoth) {
-  std::mutex mutex;
-  std::string messages;
-  EXPECT_THROW(
-      on_threads(
-          2,
-          [&] {
-            nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
-            fully_shard(*model[0]);
-            fully_shard(*model[1]);
-            fully_shard(*model);
-            try {
-              model[rank()]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum().backward();
-            } catch (const CommError& error) {
-              std::lock_guard lock(mutex);
-              messages += error.what();
-              throw;
-            }
-          },
-          std::chrono::seconds(10)),
-      CommError);
-  EXPECT_NE(messages.find("'0'"), std::string::npos) << messages;
-  EXPECT_NE(messages.find("'1'"), std::string::npos) << messages;
+// A stray write to a parameter must not reach the other ranks.
+TEST(MemoryOfProcesses, WholeParametersAreMappedForReadingOnly) {
+  on_processes(2, [] {
+    init({.backend = "shm", .device = "cpu"});
+    nn::Linear model(nn::LinearOptions(2048, 2048).bias(false));
+    fully_shard(*model).unshard();
+    const auto whole = mapping_of(model->weight.const_data_ptr());
+    EXPECT_NE(whole.name.find("memfd:fsdp-home"), std::string::npos) << whole.name;
+    EXPECT_EQ(whole.permissions, "r--s");
+    const auto own = mapping_of(model->parameters()[0].const_data_ptr());
+    EXPECT_NE(own.name.find("memfd:fsdp-home"), std::string::npos) << own.name;
+    EXPECT_EQ(own.permissions, "rw-s");
+    barrier();
+    shutdown();
+  });
+}
+
+/// Each rank's own message names what both were about to do.
+void expect_divergence(const std::string& message, const std::string& operation) {
+  for (const char* unit : {"'0'", "'1'"}) {
+    EXPECT_NE(message.find(operation + " of " + unit), std::string::npos) << "rank " << rank() << ": " << message;
+  }
+}
+
+std::string divergence_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const CommError& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+nn::Sequential two_units(const FullyShardOptions& options = {}) {
+  nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+  fully_shard(*model[0], options);
+  fully_shard(*model[1], options);
+  fully_shard(*model, options);
+  return model;
+}
+
+at::Tensor run_own_unit(nn::Sequential& model) {
+  return model[rank()]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum();
+}
+
+TEST(Divergence, RanksThatReduceDifferentUnitsAreTold) {
+  on_threads(
+      2,
+      [] {
+        auto model = two_units();
+        expect_divergence(divergence_of([&] { run_own_unit(model).backward(); }), "reduce gradients");
+      },
+      std::chrono::seconds(10));
+}
+
+const FullyShardOptions kCastOnTheWay{.mp_policy = {.param_dtype = torch::kBFloat16}};
+
+TEST(Divergence, RanksThatGatherDifferentUnitsAreTold) {
+  on_threads(
+      2,
+      [] {
+        auto model = two_units(kCastOnTheWay);
+        expect_divergence(divergence_of([&] { run_own_unit(model); }), "unshard");
+      },
+      std::chrono::seconds(10));
+}
+
+TEST(Divergence, SoAreProcesses) {
+  for (const char* backend : {"shm", "gloo"}) {
+    on_processes(2, [&] {
+      init({.backend = backend, .device = "cpu", .timeout = std::chrono::seconds(10)});
+      auto model = two_units(kCastOnTheWay);
+      expect_divergence(divergence_of([&] { run_own_unit(model); }), "unshard");
+    });
+  }
 }
 
 } // namespace

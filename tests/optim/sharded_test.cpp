@@ -11,6 +11,8 @@
 #include <fsdp/optim.h>
 #include <fsdp/sharded_tensor.h>
 
+#include "support/counting_group.h"
+#include "support/error_message.h"
 #include "support/ranks.h"
 
 namespace fsdp {
@@ -201,6 +203,60 @@ TEST_P(OnRanks, NotANumberOnOneRankReachesAll) {
       }
       EXPECT_TRUE(std::isnan(clip_grad_norm_(*net, 1.0, {.norm_type = norm_type}).item<double>()));
       EXPECT_THROW(clip_grad_norm_(*net, 1.0, {.norm_type = norm_type, .error_if_nonfinite = true}), Error);
+    });
+  }
+}
+
+/// An optimizer that was given the parameters before they were sharded says so, and has changed nothing.
+template <typename Optimizer, typename Options>
+void expect_refused(const Options& options) {
+  on_threads(2, [&] {
+    Net net = make_net();
+    Optimizer optimizer(net->parameters(), options);
+    shard(net);
+    const auto before = wholes_of(net);
+    for (int step = 0; step < 2; ++step) {
+      loss_of(net, 0).backward();
+      const auto said = testing::error_message([&] { optimizer.step(); });
+      EXPECT_TRUE(testing::contains(said, "Build the optimizer from model->parameters() after fully_shard")) << said;
+      const auto after = wholes_of(net);
+      for (size_t i = 0; i < before.size(); ++i) {
+        EXPECT_TRUE(torch::equal(after[i], before[i])) << "parameter " << i << " has changed";
+      }
+    }
+  });
+}
+
+TEST(OptimizerOfHandles, TorchAdamWIsRefused) {
+  expect_refused<torch::optim::AdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  expect_refused<torch::optim::AdamW>(adamw_options());
+}
+
+TEST(OptimizerOfHandles, TorchRMSpropIsRefused) {
+  expect_refused<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-2));
+  expect_refused<torch::optim::RMSprop>(torch::optim::RMSpropOptions(1e-2).weight_decay(0.1).momentum(0.9));
+}
+
+TEST(OptimizerOfHandles, TorchSGDWithWeightDecayIsRefused) {
+  expect_refused<torch::optim::SGD>(torch::optim::SGDOptions(1e-2).weight_decay(0.1));
+}
+
+TEST(OptimizerOfHandles, OurAdamWIsRefused) {
+  expect_refused<optim::AdamW>(torch::optim::AdamWOptions(1e-2).weight_decay(0));
+  expect_refused<optim::AdamW>(adamw_options());
+}
+
+// Of units on one mesh, all partial norms travel together.
+TEST_P(OnRanks, TheNormTakesOneAllReduce) {
+  for (const double norm_type : {1.0, 2.0, kInfinity}) {
+    on_threads(GetParam(), [norm_type] {
+      const auto group = std::make_shared<testing::CountingGroup>(world());
+      Net net = make_net();
+      shard(net, {.mesh = Mesh::from_group(group, "shard")});
+      loss_of(net, 0).backward();
+      group->all_reduces = 0;
+      clip_grad_norm_(*net, 0.1, {.norm_type = norm_type});
+      EXPECT_EQ(group->all_reduces, world_size() == 1 ? 0 : 1) << norm_type;
     });
   }
 }

@@ -8,7 +8,9 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "comm/c10d/factory.h"
 #include "streams/queued_device.h"
 
 namespace fsdp::testing {
@@ -23,6 +25,21 @@ class MeetingPlace {
     brought_[rank] = mine;
     arrive(lock);
     return brought_;
+  }
+
+  /// Where some of the ranks meet, who have one store.
+  std::shared_ptr<MeetingPlace> part(c10d::Store& store, int rank, int ranks) {
+    if (rank == 0) {
+      std::lock_guard lock(mutex_);
+      store.set("part", std::to_string(parts_.size()));
+      parts_.push_back(make_meeting_place(ranks));
+    }
+    const size_t index = std::stoul(store.get_to_str("part"));
+    std::lock_guard lock(mutex_);
+    return parts_[index];
+  }
+  const c10::intrusive_ptr<c10d::Store>& store() const {
+    return store_;
   }
 
   /// Returns when all ranks are here.
@@ -50,6 +67,8 @@ class MeetingPlace {
   int here_ = 0;
   int64_t round_ = 0;
   std::vector<at::Tensor> brought_;
+  std::vector<std::shared_ptr<MeetingPlace>> parts_;
+  c10::intrusive_ptr<c10d::Store> store_ = c10::make_intrusive<c10d::HashStore>();
 };
 
 std::shared_ptr<MeetingPlace> make_meeting_place(int ranks) {
@@ -85,7 +104,7 @@ class QueuedWork final : public c10d::Work {
 class QueuedProcessGroup final : public c10d::ProcessGroup {
  public:
   QueuedProcessGroup(std::shared_ptr<MeetingPlace> place, int rank, int ranks, c10::Device device)
-      : ProcessGroup(c10::make_intrusive<c10d::HashStore>(), rank, ranks),
+      : ProcessGroup(place->store(), rank, ranks),
         place_(std::move(place)),
         device_(device),
         stream_(c10::impl::VirtualGuardImpl(device_.type()).getStreamFromGlobalPool(device_)) {
@@ -192,9 +211,14 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
 
 } // namespace
 
-c10::intrusive_ptr<c10d::ProcessGroup> queued_process_group(
-    std::shared_ptr<MeetingPlace> place, int rank, int ranks, c10::Device device) {
-  return c10::make_intrusive<QueuedProcessGroup>(std::move(place), rank, ranks, device);
+std::shared_ptr<Group> queued_group(
+    const std::shared_ptr<MeetingPlace>& place, int rank, int ranks, c10::Device device) {
+  const auto split = [=](const StorePtr& store, int rank_of_part, int ranks_of_part) -> ProcessGroupPtr {
+    const auto part = place->part(*store, rank_of_part, ranks_of_part);
+    return c10::make_intrusive<QueuedProcessGroup>(part, rank_of_part, ranks_of_part, device);
+  };
+  const auto process_group = c10::make_intrusive<QueuedProcessGroup>(place, rank, ranks, device);
+  return c10d_group(process_group, {.timeout = std::chrono::seconds(30), .make_process_group = split});
 }
 
 } // namespace fsdp::testing

@@ -9,6 +9,7 @@
 #include "nn/subjects.h"
 #include "streams/queued_device.h"
 #include "streams/queued_group.h"
+#include "support/error_message.h"
 #include "support/scoped_environment.h"
 
 /// Training on a device whose memory and streams are watched: every use of memory is ordered after the uses before it,
@@ -35,14 +36,14 @@ struct Devices {
     c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
     const int shard = rank() % arrangement.shards, replica = rank() / arrangement.shards;
     if (arrangement.ranks() == 1) {
-      const auto group = Group::from(queued_process_group(shards[0], 0, 1, device));
+      const auto group = queued_group(shards[0], 0, 1, device);
       return Mesh::from_groups({group->split(0, {"split", ""})}, {"shard"}, device);
     }
-    auto inner = Group::from(queued_process_group(shards[replica], shard, arrangement.shards, device));
+    auto inner = queued_group(shards[replica], shard, arrangement.shards, device);
     if (arrangement.replicas == 1) {
       return Mesh::from_group(inner, "shard");
     }
-    auto outer = Group::from(queued_process_group(replicas[shard], replica, arrangement.replicas, device));
+    auto outer = queued_group(replicas[shard], replica, arrangement.replicas, device);
     return Mesh::from_groups({outer, inner}, {"replicate", "shard"});
   }
 
@@ -93,6 +94,26 @@ TEST(OnStreams, ReshardPolicies) {
   }
 }
 
+TEST(OnStreams, ReshardingToFewerRanks) {
+  for (const int ranks : {1, 2, 4}) {
+    Trial trial = tied();
+    trial.options.reshard_after_forward = ranks;
+    expect_parity_without_races(trial, {4});
+  }
+}
+
+TEST(OnStreams, ModelsWithBuffers) {
+  expect_parity_without_races({.make = [] {
+    torch::nn::Sequential model(torch::nn::Linear(7, 6), torch::nn::BatchNorm1d(6), torch::nn::Linear(6, 3));
+    return subjects::subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          return model->forward(subjects::data(rank, step, {4, 7})).pow(2).mean();
+        },
+        {model[0], model[1]});
+  }});
+}
+
 TEST(OnStreams, MixedPrecision) {
   Trial trial = tied();
   trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
@@ -117,6 +138,17 @@ TEST(OnStreams, ShardsAlongInnerDimensions) {
     return ShardPlacement{.dim = std::max<int64_t>(param.dim() - 1, 0)};
   };
   expect_parity_without_races(trial);
+}
+
+TEST(OnStreams, APlacementOnAnotherDeviceIsAnError) {
+  on_devices({1}, [&](const Mesh& mesh) {
+    const Mesh elsewhere = Mesh::from_groups({group_of_one()}, {"shard"}, c10::kCPU);
+    const auto placement = [&](const at::Tensor&, const std::string&) { return ShardPlacement{.mesh = elsewhere}; };
+    torch::nn::Linear model(4, 4);
+    const auto said = error_message([&] { fully_shard(*model, {.mesh = mesh, .shard_placement_fn = placement}); });
+    EXPECT_TRUE(contains(said, "[fully_shard] 'weight' is to lie on " + elsewhere.str()));
+    EXPECT_TRUE(contains(said, "on one kind of device"));
+  });
 }
 
 TEST(OnStreams, SettersThatMoveWork) {

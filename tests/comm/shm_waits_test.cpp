@@ -1,0 +1,51 @@
+#include <thread>
+
+#include <sys/resource.h>
+
+#include "comm/group_checks.h"
+#include "comm/shm_backends.h"
+
+namespace fsdp::testing {
+namespace {
+
+/// What the calling thread has used of a processor.
+double seconds_of_work() {
+  rusage used{};
+  getrusage(RUSAGE_THREAD, &used);
+  const auto seconds = [](const timeval& time) {
+    return static_cast<double>(time.tv_sec) + static_cast<double>(time.tv_usec) * 1e-6;
+  };
+  return seconds(used.ru_utime) + seconds(used.ru_stime);
+}
+
+// Ranks may outnumber the cores: who waits for long must leave them to those who work.
+void expect_sleep(const GroupPointer& group, const std::function<void(Group&)>& meet) {
+  group->barrier(kTest);
+  if (group->rank() == 0) {
+    std::this_thread::sleep_for(std::chrono::seconds(1));
+  }
+  const double before = seconds_of_work();
+  const auto begun = std::chrono::steady_clock::now();
+  meet(*group);
+  const auto waited = std::chrono::steady_clock::now() - begun;
+  if (group->rank() != 0) {
+    EXPECT_GT(waited, std::chrono::milliseconds(800)) << "it did not wait at all";
+    EXPECT_LT(seconds_of_work() - before, 0.3);
+  }
+}
+
+void expect_sleeps(const GroupPointer& group) {
+  expect_sleep(group, [](Group& all) { all.barrier(kTest); });
+  expect_sleep(group, [](Group& all) { start_reduce(all, {.numels = {1000}}).work->wait(); });
+}
+
+TEST(ShmWaits, ThreadsSleepUntilTheOthersCome) {
+  run_threads(3, std::chrono::seconds(60), &expect_sleeps);
+}
+
+TEST(ShmWaits, ProcessesSleepUntilTheOthersCome) {
+  on_processes(3, [] { expect_sleeps(join_processes(process_folder())); });
+}
+
+} // namespace
+} // namespace fsdp::testing
