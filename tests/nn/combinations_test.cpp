@@ -80,7 +80,8 @@ Trial trial_of(const Combination& combination) {
   return {
       .make = [&] { return make_subject(combination); },
       .options = options_of(combination),
-      .accumulate = combination.accumulate};
+      .accumulate = combination.accumulate,
+      .steps = 3};
 }
 
 class Combinations : public ::testing::TestWithParam<Combination> {};
