@@ -25,7 +25,7 @@ def default_mesh() -> DeviceMesh:
     """All ranks in one dimension, on the accelerator if there is one."""
     if not dist.is_initialized():
         dist.init_process_group()
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # a CUDA build may be without a GPU
     return init_device_mesh(accelerator.type if accelerator else "cpu", (dist.get_world_size(),))
 
 
