@@ -132,8 +132,8 @@ TEST_P(BrokenOff, AWriteInBackwardIsAnErrorAndChangesNothing) {
         stack.layer(layer).weight.zero_();
       });
       const auto said = error_message([&] { loss.backward(); });
-      EXPECT_TRUE(contains(said, "[write to parameter] 'weight' was written between the beginning of a forward"))
-          << said;
+      EXPECT_TRUE(contains(said, "weight' was written between the beginning of a forward and the end of its backward"));
+      EXPECT_TRUE(contains(said, "reset_iter_state"));
       stack.root().reset_iter_state();
       expect_equal(stack.gradients_of_step(), wanted);
     }
