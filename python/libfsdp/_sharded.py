@@ -83,13 +83,14 @@ class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
     __slots__ = (
-        *("__weakref__", "around", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape", "shown"),
-        "stride",
+        *("__weakref__", "around", "given", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape"),
+        *("shown", "stride"),
     )
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel):
         info = _C.sharded(shard)
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
+        self.given = (original.device_mesh, original.placements) if isinstance(original, DTensor) else None
         self.around = parallel.around(original)
         self.mesh, self.placements = parallel.layout(original, info.shard_dims)
         if isinstance(original, DTensor):
@@ -131,6 +132,16 @@ class Sharded:
         parameter = nn.Parameter(DTensor(shard.detach(), spec, requires_grad=False), requires_grad)
         parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
         return parameter
+
+    def unsharded_on_meta(self) -> nn.Parameter:
+        """A parameter as the one that was sharded."""
+        if self.given is None:
+            whole = torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
+            return nn.Parameter(whole, self.parameter.requires_grad)
+        mesh, placements = self.given
+        local = torch.empty(self.handle.shape, dtype=self.parameter.dtype, device="meta")
+        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
+        return nn.Parameter(whole, self.parameter.requires_grad)
 
     def _show_handle(self) -> None:
         self.shadow = self._around_handle()
