@@ -19,8 +19,13 @@ class ModuleState {
   void watch(py::dict registered, py::object name, py::object parameter, std::shared_ptr<ShownShard> shown) {
     entries_.push_back({std::move(registered), std::move(name), std::move(parameter), std::move(shown)});
   }
+  /// PyTorch takes what a module reads away before it refuses to register a tensor that is no leaf in its place.
+  void watch_shadow(py::weakref module, py::object name, py::object shadow) {
+    shadows_.push_back({std::move(module), std::move(name), std::move(shadow)});
+  }
   void forget() {
     entries_.clear();
+    shadows_.clear();
   }
   bool intact() const {
     if (pending) {
@@ -29,6 +34,12 @@ class ModuleState {
     for (const auto& entry : entries_) {
       const bool replaced = entry.shown && entry.shown->replaced();
       if (replaced || PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
+        return false;
+      }
+    }
+    for (const auto& each : shadows_) {
+      const py::object module = each.module();
+      if (!module.is_none() && !is_read(module, each)) {
         return false;
       }
     }
@@ -45,7 +56,18 @@ class ModuleState {
     py::object parameter;
     std::shared_ptr<ShownShard> shown;
   };
+  struct Shadow {
+    py::weakref module;
+    py::object name;
+    py::object tensor;
+  };
+  static bool is_read(const py::object& module, const Shadow& shadow) {
+    const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr));
+    return PyDict_GetItem(attributes.ptr(), shadow.name.ptr()) == shadow.tensor.ptr();
+  }
+
   std::vector<Entry> entries_;
+  std::vector<Shadow> shadows_; ///< that are not the handles themselves
 };
 
 py::object call(const py::tuple& arguments, PyObject* keywords) {
@@ -87,6 +109,7 @@ void bind_module_state(py::module_& m) {
   py::class_<ModuleState>(m, "ModuleState")
       .def(py::init<>())
       .def("watch", &ModuleState::watch)
+      .def("watch_shadow", &ModuleState::watch_shadow)
       .def("forget", &ModuleState::forget)
       .def("intact", &ModuleState::intact)
       .def_readwrite("pending", &ModuleState::pending)

@@ -1,5 +1,6 @@
 """The compiled part. Not for users: its names may change."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -111,6 +112,7 @@ class ModuleState:
     def watch(
         self, registered: dict[str, Any], name: str, parameter: nn.Parameter, shown: ShownShard | None
     ) -> None: ...
+    def watch_shadow(self, module: weakref.ref[nn.Module], name: str, shadow: torch.Tensor) -> None: ...
     def forget(self) -> None: ...
     def intact(self) -> bool: ...
 

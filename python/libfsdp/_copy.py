@@ -18,6 +18,8 @@ from ._state import FSDPState, state_of
 
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = _states(module)
+    for state in states:
+        state.follow()
     sharded = {id(each): each for state in states for _, _, each in state.places}.values()
     for each in sharded:
         if extended_of(each.parameter) is not None:
@@ -25,12 +27,11 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
                 f"copy.deepcopy of a sharded module with a {type(each.parameter.to_local()).__name__} parameter is not "
                 "supported: build the copy as the original was built, and load its state_dict()"
             )
-        placeholder = nn.Parameter(each.handle.detach().new_empty(each.shape, device="meta"), each.parameter.requires_grad)
-        memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = placeholder
+        memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = each.unsharded_on_meta()
     twin = _copy_unsharded(module, memo)
     pairs = dict(zip(module.modules(), twin.modules(), strict=True))
     for state in reversed(states):  # children first
-        _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state])
+        _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], memo)
     for each in module.modules():
         _copy_values(each, pairs[each])
     return twin
@@ -62,11 +63,11 @@ def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             each.__dict__.update(names)
 
 
-def _shard_alike(state: FSDPState, modules: list[nn.Module]) -> None:
+def _shard_alike(state: FSDPState, modules: list[nn.Module], memo: dict[int, Any]) -> None:
     from ._fully_shard import fully_shard
 
-    arguments = dict(state.arguments, ignored_params=None)
-    fully_shard(modules if len(modules) > 1 else modules[0], **arguments)
+    ignored = {memo.get(id(each), each) for each in state.arguments["ignored_params"] or ()}
+    fully_shard(modules if len(modules) > 1 else modules[0], **dict(state.arguments, ignored_params=ignored))
     twin = state_of(modules[0])
     _C.copy_settings(state.unit, twin.unit)
 

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from . import _C
 from ._layout import DataParallel
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from ._sharded import Sharded, original_local, remember
+from ._registered import remember
+from ._sharded import Sharded, original_local
 
 
 def is_extended(local: torch.Tensor) -> bool:

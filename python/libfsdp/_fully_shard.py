@@ -17,6 +17,7 @@ from ._layout import DataParallel
 from ._mesh import check_mesh, default_mesh
 from ._module import FSDPModule, sharded_class
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
+from ._registered import sharded_behind
 from ._sharded import Sharded, extended_of, local_of
 from ._state import FSDPState, state_of
 
@@ -292,7 +293,7 @@ def _is_shown(parameter: nn.Parameter, shard: torch.Tensor) -> bool:
 
 def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, plan: _Plan | None) -> Sharded:
     if plan is None:
-        return Sharded.behind(_C.handle_of(shard))  # tied to a parameter of another unit
+        return sharded_behind(_C.handle_of(shard))  # tied to a parameter of another unit
     if plan.hooks is not None:
         return Extended(shard, parameter, plan.parallel, plan.hooks)
     return Sharded(shard, parameter, plan.parallel)

@@ -11,6 +11,22 @@ if TYPE_CHECKING:
     from ._sharded import Sharded
 
 
+_known: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDictionary()
+
+
+def remember(tensor: torch.Tensor, sharded: "Sharded", former: torch.Tensor | None = None) -> None:
+    """``tensor`` stands for a sharded parameter from now on: as what is registered, or as what is read."""
+    if former is not None:
+        _known.pop(id(former), None)
+    _known[id(tensor)] = sharded
+
+
+def sharded_behind(tensor: torch.Tensor | None) -> "Sharded | None":
+    """The sharded parameter that a tensor stands for."""
+    sharded = _known.get(id(tensor))
+    return sharded if sharded is not None and sharded.is_shown_as(tensor) else None
+
+
 class Registered(dict):
     """Takes the place of ``module._parameters``. Where a parameter is exchanged for a while, as
     ``torch.func.functional_call`` does, what the module's code reads is exchanged with it."""
@@ -33,6 +49,10 @@ class Registered(dict):
         dict.__setitem__(self, name, sharded.parameter)
         self.module().__dict__[name] = sharded.shadow
 
+    def has(self, name: str, sharded: "Sharded") -> bool:
+        """Whether a sharded parameter is at home in this place, or what users have put there for good."""
+        return self.sharded.get(name) is sharded and self.get(name) is not None and not self.is_exchanged(name)
+
     def exchange_quietly(self, name: str, tensor: torch.Tensor) -> None:
         """What the module's code reads stays."""
         dict.__setitem__(self, name, tensor)
@@ -42,10 +62,23 @@ class Registered(dict):
         return self[name] is not self.sharded[name].parameter and name in self.module().__dict__
 
     def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
-        dict.__setitem__(self, name, tensor)
         sharded, seen = self.sharded.get(name), self.module().__dict__
-        if sharded is not None and name in seen:
+        if sharded is not None and name not in seen and (given := sharded_behind(tensor)):
+            given.enter(self.module(), name)  # itself, as in ``module.weight += 1``, or another one to be tied to
+            return
+        dict.__setitem__(self, name, tensor)
+        if sharded is None:
+            return
+        if name not in seen and tensor is not None:
+            self._put_in_all_places(sharded, tensor)
+        elif name in seen:
             seen[name] = sharded.shadow if tensor is sharded.parameter else _whole(tensor, name, sharded)
+
+    def _put_in_all_places(self, sharded: "Sharded", tensor: torch.Tensor) -> None:
+        """A tied parameter stays tied when one of its places gets another parameter."""
+        for module, name in sharded.homes():
+            dict.__setitem__(module._parameters, name, tensor)
+            module.__dict__.pop(name, None)
 
     def __delitem__(self, name: str) -> None:
         dict.__delitem__(self, name)

@@ -18,15 +18,16 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _C
 from ._layout import DataParallel
-from ._registered import Registered
-
-_by_handle: "weakref.WeakValueDictionary[int, Sharded]" = weakref.WeakValueDictionary()
+from ._registered import Registered, remember
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
     """What the engine knows a parameter by."""
     sharded = extended_of(parameter)
-    return original_local(parameter) if sharded is None else sharded.shown.shard
+    if sharded is not None:
+        return sharded.shown.shard
+    handle = getattr(parameter, "_fsdp_handle", None)
+    return original_local(parameter) if handle is None else handle
 
 
 def original_local(parameter: torch.Tensor) -> torch.Tensor:
@@ -37,12 +38,6 @@ def extended_of(parameter: torch.Tensor) -> "Sharded | None":
     """Of a parameter that is gathered by hooks of its own."""
     reference = getattr(parameter, "_fsdp_sharded", None)
     return None if reference is None else reference()
-
-
-def remember(handle: torch.Tensor, sharded: "Sharded", former: torch.Tensor | None = None) -> None:
-    if former is not None:
-        _by_handle.pop(id(former), None)
-    _by_handle[id(handle)] = sharded
 
 
 class OnTheWhole:
@@ -87,10 +82,15 @@ class OnTheWhole:
 class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
-    __slots__ = ("__weakref__", "around", "handle", "mesh", "parameter", "placements", "shadow", "shape", "shown", "stride")
+    __slots__ = (
+        *("__weakref__", "around", "given", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape"),
+        *("shown", "stride"),
+    )
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel):
         info = _C.sharded(shard)
+        self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
+        self.given = (original.device_mesh, original.placements) if isinstance(original, DTensor) else None
         self.around = parallel.around(original)
         self.mesh, self.placements = parallel.layout(original, info.shard_dims)
         if isinstance(original, DTensor):
@@ -105,13 +105,13 @@ class Sharded:
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
+            original._fsdp_handle = self.handle  # it may be tied to parameters of other units
         self._show_handle()
         remember(self.handle, self)
+        remember(self.parameter, self)
 
-    @staticmethod
-    def behind(tensor: torch.Tensor) -> "Sharded":
-        """Of a handle."""
-        return _by_handle[id(tensor)]
+    def is_shown_as(self, tensor: torch.Tensor) -> bool:
+        return tensor is self.handle or tensor is self.parameter
 
     is_extended = False
 
@@ -133,6 +133,16 @@ class Sharded:
         parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
         return parameter
 
+    def unsharded_on_meta(self) -> nn.Parameter:
+        """A parameter as the one that was sharded."""
+        if self.given is None:
+            whole = torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
+            return nn.Parameter(whole, self.parameter.requires_grad)
+        mesh, placements = self.given
+        local = torch.empty(self.handle.shape, dtype=self.parameter.dtype, device="meta")
+        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
+        return nn.Parameter(whole, self.parameter.requires_grad)
+
     def _show_handle(self) -> None:
         self.shadow = self._around_handle()
         OnTheWhole.divert(self)
@@ -151,9 +161,19 @@ class Sharded:
 
     def enter(self, module: nn.Module, name: str) -> None:
         """Puts the parameter and its shadow into their places."""
+        if not self.is_at(module, name):
+            self.places.append((weakref.ref(module), name))
         Registered.of(module).enter(name, self)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
+
+    def is_at(self, module: nn.Module, name: str) -> bool:
+        return any(reference() is module and at == name for reference, at in self.places)
+
+    def homes(self) -> list[tuple[nn.Module, str]]:
+        """The places where it is read, or was until users put something else there for good."""
+        places = [(reference(), name) for reference, name in self.places]
+        return [(module, name) for module, name in places if module is not None and Registered.of(module).has(name, self)]
 
     def follow(self, module: nn.Module, name: str) -> None:
         """Takes over what users have registered in the parameter's place, if it is there to stay."""
@@ -161,10 +181,17 @@ class Sharded:
             return
         current = module._parameters[name]
         if current is not self.parameter:
-            self.parameter = self._accept(current, name)
-            self.shown.set_parameter(self.parameter)
+            self._take_over(self._accept(current, name))
         self._follow_dtype()
         self.enter(module, name)
+
+    def _take_over(self, parameter: nn.Parameter) -> None:
+        homes = self.homes()
+        remember(parameter, self, former=self.parameter)
+        self.parameter = parameter
+        self.shown.set_parameter(parameter)
+        for module, name in homes:
+            self.enter(module, name)
 
     def _follow_dtype(self) -> None:
         """A DTensor around the handle has the dtype that the handle had when it was made."""

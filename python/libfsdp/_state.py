@@ -74,6 +74,8 @@ class FSDPState(_C.ModuleState):
         self.places.append((weakref.ref(module), name, sharded))
         follows = sharded.shadow is not sharded.handle or sharded.is_extended
         self.watch(module._parameters, name, sharded.parameter, sharded.shown if follows else None)
+        if sharded.shadow is not sharded.handle:
+            self.watch_shadow(weakref.ref(module), name, sharded.shadow)
 
     def follow(self, called: nn.Module | None = None) -> None:
         """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
@@ -83,6 +85,7 @@ class FSDPState(_C.ModuleState):
         for reference, name, sharded in places:
             module = reference()
             if module is not None and module._parameters.get(name) is not None:
+                sharded = Registered.of(module).sharded[name]  # another one, if users have tied them
                 sharded.follow(module, name)
                 self._watch(module, name, sharded)
         self.pending = any(sharded.is_extended for _, _, sharded in self.places)

@@ -1,0 +1,136 @@
+"""``copy.deepcopy`` of sharded models: sharded alike, equal values, and nothing shared with the original."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from harness import on_ranks
+from libfsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard
+from subjects import loss_of, mine, rows, seeded, whole
+
+
+class Layers(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(4, 8, bias=False), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.again = nn.Linear(4, 8, bias=False)
+        if tied:
+            self.again.weight = self.up.weight
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x) + self.again(x)))
+
+
+def blocks(model, **options):
+    fully_shard(model.up, **options)
+    return fully_shard(model, **options)
+
+
+def frozen():
+    model = seeded(Layers)
+    model.up.requires_grad_(False)
+    return blocks(model)
+
+
+def ignoring():
+    model = seeded(Layers)
+    return blocks(model, ignored_params={*model.norm.parameters(), model.up.weight})
+
+
+def as_a_list():
+    model = seeded(Layers)
+    fully_shard([model.up, model.down])
+    return fully_shard(model)
+
+
+def hybrid():
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    return blocks(seeded(Layers), mesh=mesh)
+
+
+def tensor_parallel():
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"up": ColwiseParallel(output_layouts=Replicate()), "again": RowwiseParallel(input_layouts=Replicate())}
+    return blocks(parallelize_module(seeded(Layers), mesh["tp"], plan), mesh=mesh["dp"])
+
+
+def on_one_mesh():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    model = seeded(Layers)
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None:
+                setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()])))
+    return blocks(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
+
+
+def largest_dim(parameter):
+    return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
+
+
+KINDS = {
+    "defaults": lambda: blocks(seeded(Layers)),
+    "tied in one unit": lambda: fully_shard(seeded(lambda: Layers(tied=True))),
+    "tied across units": lambda: blocks(seeded(lambda: Layers(tied=True))),
+    "tied later": lambda: (lambda model: setattr(model.again, "weight", model.up.weight) or model)(blocks(seeded(Layers))),
+    "frozen": frozen,
+    "ignored": ignoring,
+    "list": as_a_list,
+    "hybrid": hybrid,
+    "tensor parallel": tensor_parallel,
+    "one mesh": on_one_mesh,
+    "fewer ranks": lambda: blocks(seeded(Layers), reshard_after_forward=2),
+    "largest dim": lambda: blocks(seeded(Layers), shard_placement_fn=largest_dim),
+    "offload": lambda: blocks(seeded(Layers), offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "bfloat16": lambda: blocks(seeded(Layers), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
+    "float64": lambda: blocks(seeded(Layers)).to(torch.float64),
+}
+
+
+def check_alike(twin, model):
+    assert [type(each) for each in twin.modules()] == [type(each) for each in model.modules()]
+    assert [unit.name for unit in describe(twin).units] == [unit.name for unit in describe(model).units]
+    ours, theirs = list(twin.named_parameters()), list(model.named_parameters())
+    assert [name for name, _ in ours] == [name for name, _ in theirs]
+    for (name, p), (_, q) in zip(ours, theirs):
+        assert p is not q and type(p) is type(q) and p.dtype == q.dtype and p.requires_grad == q.requires_grad, name
+        assert p.shape == q.shape and p.stride() == q.stride(), name
+        if isinstance(p, DTensor):
+            assert p.device_mesh == q.device_mesh and p.placements == q.placements, name
+            p, q = p.to_local(), q.to_local()
+        assert torch.equal(p, q) and (p.data_ptr() != q.data_ptr() or p.numel() == 0), name
+
+
+def train(model):
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    dtype = next(model.parameters()).dtype
+    for step in range(2):
+        loss_of(model, mine(rows(step, 4)).to(dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(parameter).detach().clone() for name, parameter in model.named_parameters()}
+
+
+@on_ranks(4, comm=("shm",))
+def test_a_copy_is_sharded_and_trains_as_the_original():
+    for i, (name, make) in enumerate(KINDS.items()):
+        model = make()
+        if i % 2:
+            train(model)
+        try:
+            twin = copy.deepcopy(copy.deepcopy(model))
+            check_alike(twin, model)
+            before = {path: whole(p).detach().clone() for path, p in model.named_parameters()}
+            trained = train(twin)
+            assert all(torch.equal(whole(p), before[path]) for path, p in model.named_parameters())
+            expected = train(model)
+            assert any(not torch.equal(value, before[path]) for path, value in expected.items())
+            assert all(torch.equal(trained[path], value) for path, value in expected.items())
+        except Exception as error:
+            raise AssertionError(f"{name}: {error}") from error
