@@ -30,7 +30,8 @@ Backend decorated(const std::string& name, int ranks, Decorate decorate) {
   const auto run = [decorate](int size, std::chrono::milliseconds timeout, const RankBody& body) {
     run_threads(size, timeout, [&](const GroupPointer& group) { body(decorate(group)); });
   };
-  return {.name = name, .ranks = ranks, .run = run, .checks_order = false}; // labels are the user's
+  // Labels are the user's, arguments the engine's own.
+  return {.name = name, .ranks = ranks, .run = run, .checks_order = false, .checks_arguments = false};
 }
 
 std::vector<Backend> decorated_backends() {
