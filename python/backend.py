@@ -1,6 +1,7 @@
 """The build backend: scikit-build-core's, once it is sure that there is a torch to build against.
 
-Finds torch without importing it, in this interpreter or, where pip isolates the build, in the one that pip belongs to.
+Finds torch without importing it, in the environment that builds. Where pip isolates the build there is none, and what is
+said then is the command that builds without isolation.
 """
 
 import importlib.metadata

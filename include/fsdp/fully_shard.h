@@ -73,8 +73,8 @@ class FSDP_API FSDPModule {
   /// The next gathers wait for this event instead of for all work on the current stream. Root only.
   void set_post_optim_event(std::shared_ptr<c10::Event> event);
   /// Gradients are divided by `factor` instead of by the number of ranks. Not recursive.
-  void set_gradient_divide_factor(double factor);
-  void set_reduce_scatter_divide_factor(double factor) {
+  void set_gradient_divide_factor(std::optional<double> factor);
+  void set_reduce_scatter_divide_factor(std::optional<double> factor) {
     set_gradient_divide_factor(factor);
   }
   /// Reductions only ever sum (libfsdp's always do); scaling is separate.

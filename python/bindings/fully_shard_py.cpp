@@ -16,7 +16,11 @@ Function with_gil(const py::function& function) {
   };
 }
 
-void set_all_reduce_hook(FSDPModule& module, const py::function& hook, std::optional<c10::Stream> stream) {
+void set_all_reduce_hook(FSDPModule& module, const py::object& hook, std::optional<c10::Stream> stream) {
+  if (hook.is_none()) {
+    module.set_all_reduce_hook(nullptr);
+    return;
+  }
   module.set_all_reduce_hook(
       [held = Held(hook)](at::Tensor& tensor) {
         py::gil_scoped_acquire gil;

@@ -3,6 +3,7 @@
 import argparse
 import os
 import pathlib
+import subprocess
 import sys
 
 import torch
@@ -28,6 +29,12 @@ def backends() -> str:
     return ", ".join(name for name, available in found.items() if available()) or "none"
 
 
+def _open_in_a_child(path: str) -> None:
+    child = subprocess.run([sys.executable, "-I", "-c", f"open({path!r}).close()"], capture_output=True, text=True)
+    if child.returncode != 0:
+        raise OSError((child.stderr.strip().splitlines() or ["a child process failed"])[-1])
+
+
 def shared_memory() -> str:
     """Whether another process may map memory of this one, which is what the shared-memory group needs."""
     if os.environ.get("FSDP_SHM", "") in ("0", "false", "off", "no"):
@@ -35,7 +42,7 @@ def shared_memory() -> str:
     try:
         descriptor = os.memfd_create("fsdp-probe")
         try:
-            os.close(os.open(f"/proc/{os.getpid()}/fd/{descriptor}", os.O_RDONLY))
+            _open_in_a_child(f"/proc/{os.getpid()}/fd/{descriptor}")
         finally:
             os.close(descriptor)
     except (OSError, AttributeError) as error:

@@ -1,6 +1,7 @@
 """``fully_shard``: converts its arguments, has the engine make a unit, and shows its parameters."""
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -119,16 +120,29 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         _C.share_comm_ctx([module._get_fsdp_state().unit for module in modules])
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """Made by ``torch.compile``. Who has not imported that, which takes seconds, has no such module."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    return compiler is not None and isinstance(module, compiler.OptimizedModule)
+
+
 def _checked_modules(module: Any) -> list[nn.Module]:
-    modules = [module] if isinstance(module, nn.Module) else list(module)
+    alone = isinstance(module, nn.Module)
+    modules = [module] if alone else list(module)
+    for each in modules:
+        if not isinstance(each, nn.Module):
+            raise ValueError(f"fully_shard expects modules, got {type(each)}")
+        if _is_compiled(each):
+            raise ValueError(
+                "fully_shard was given what torch.compile had made of a module. Call fully_shard first, then torch.compile, "
+                "or use module.compile()"
+            )
     if not modules:
         raise ValueError("fully_shard expects a module or a list of at least one module, got an empty list")
     below = {child for each in modules for child in each.modules() if child is not each}
     modules = [each for each in dict.fromkeys(modules) if each not in below]
     for each in modules:
-        if not isinstance(each, nn.Module):
-            raise ValueError(f"fully_shard expects modules, got {type(each)}")
-        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
+        if alone and isinstance(each, (nn.ModuleList, nn.ModuleDict)) and type(each).forward is nn.Module.forward:
             raise ValueError(
                 f"fully_shard does not support containers that do not implement forward: {each}. "
                 "Call it on the modules inside, or pass them as a list"

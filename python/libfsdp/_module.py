@@ -13,7 +13,7 @@ from ._copy import copy_sharded
 from ._state import FSDPState, state_of
 
 
-class UnshardHandle:
+class UnshardHandle(torch_fsdp.UnshardHandle):
     """Waits for an asynchronous ``unshard``. Not needed before a forward, which waits by itself."""
 
     def __init__(self, handle: _C.UnshardHandle):
@@ -21,6 +21,14 @@ class UnshardHandle:
 
     def wait(self) -> None:
         self._handle.wait()
+
+
+def _as_plain_event(event: torch.Event, device: torch.device) -> torch.Event:
+    """What the engine can wait for. ``torch.cuda.Event`` and its like keep what they recorded to themselves, so a stream
+    beside the others waits for them, and says when it has."""
+    stream = torch.get_device_module(device).Stream(device=device)
+    event.wait(stream)
+    return stream.record_event(torch.Event(device=device))
 
 
 def _units(modules: Iterable[Any]) -> list[_C.Unit]:
@@ -110,9 +118,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
         state.unit.set_custom_reduce_scatter(as_reduce_scatter(comm, parallel.mesh))
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.Stream | None = None
+        self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """``hook`` is given the reduced gradient shards, flat, before they reach the parameters."""
+        """``hook`` is given the reduced gradient shards, flat, before they reach the parameters. None: no hook."""
         state = self._get_fsdp_state()
         parallel = state.only_parallel("set_all_reduce_hook")
         if stream is not None and parallel.engine.ndim > 1:
@@ -121,13 +129,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The next gathers wait for this event instead of for all work on the current stream. Root only."""
-        self._get_fsdp_state().unit.set_post_optim_event(event)
+        state = self._get_fsdp_state()
+        if isinstance(event, torch.Event) and type(event) is not torch.Event and state.device.type != "cpu":
+            event = _as_plain_event(event, state.device)
+        state.unit.set_post_optim_event(event)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Gradients are divided by ``factor`` instead of by the number of ranks. Not recursive."""
+    def set_gradient_divide_factor(self, factor: float | None) -> None:
+        """Gradients are divided by ``factor`` instead of by the number of ranks (None). Not recursive."""
         self._get_fsdp_state().unit.set_gradient_divide_factor(factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+    def set_reduce_scatter_divide_factor(self, factor: float | None) -> None:
         """The old name of ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
@@ -157,6 +168,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not prefetch this module (an embedding's backward needs no weight)."""
         self._get_fsdp_state().unit.set_unshard_in_backward(unshard_in_backward)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """False is what there is: whole parameters give their memory back when they are resharded."""
+        if keep:
+            raise NotImplementedError(
+                "set_keep_unsharded_storage(True) is not supported: libfsdp's units take turns in the memory of whole "
+                "parameters; unshard() and set_reshard_after_backward(False) keep a unit whole"
+            )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Buffers for collectives come from the process group's backend, if it has memory of its own (NCCL), for all modules

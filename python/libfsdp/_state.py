@@ -114,6 +114,24 @@ class FSDPState(_C.ModuleState):
     def convert_outputs(self, outputs: Any) -> Any:
         return map_tensors(_cast_to(self.output_dtype), outputs) if self.output_dtype else outputs
 
+    # What PyTorch's own ``register_fsdp_forward_method`` and ``share_comm_ctx`` ask of a module's state.
+
+    def _pre_forward(self, _module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        return self.convert_inputs(args, kwargs)
+
+    def _post_forward(self, _module: nn.Module, _inputs: tuple, outputs: Any) -> Any:
+        return self.convert_outputs(outputs)
+
+    @property
+    def _comm_ctx(self) -> _C.Unit:
+        return self.unit
+
+    @_comm_ctx.setter
+    def _comm_ctx(self, of: _C.Unit) -> None:
+        _C.share_comm_ctx([of, self.unit])
+
+    _fsdp_param_groups = ()
+
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """``function(module, ...)`` through the module's boundary; ``args`` begin with the module."""
         inputs, kwargs = self.convert_inputs(args[1:], kwargs)

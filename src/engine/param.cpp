@@ -102,7 +102,8 @@ void Param::set_name(std::string name) {
       "[fsdp] raw access to the parameter '",
       name_,
       "', which is sharded at this moment: its memory is there while ",
-      "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params");
+      "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params. (Kernels "
+      "that torch.compile generates read parameters so: compile with backend='aot_eager'.)");
 }
 
 at::Tensor Param::piece_of(const at::Tensor& source) const {

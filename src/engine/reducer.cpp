@@ -18,7 +18,7 @@ namespace fsdp::engine {
 
 /// The gradients of one bucket that are reduced in one dtype.
 struct Reducer::Reduction {
-  std::shared_ptr<Unit> unit;
+  Unit* unit; // not kept alive by what is in flight: it goes with its model, also when a step broke off
   Bucket* bucket;
   std::vector<Param*> params;
   at::Tensor flat; // this rank's slices of the sums, one after another
@@ -109,7 +109,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   }
   const tracing::Span span("start reduction", unit.display_name());
   auto reduction = std::make_unique<Reduction>();
-  reduction->unit = unit.shared_from_this();
+  reduction->unit = &unit;
   reduction->bucket = &bucket;
   Runtime& runtime = unit.runtime();
   runtime.order_reduce();
@@ -176,6 +176,10 @@ void Reducer::finish() {
 
 void Reducer::abandon() {
   running_.clear();
+}
+
+void Reducer::forget(const Unit& unit) {
+  std::erase_if(running_, [&](const auto& reduction) { return reduction->unit == &unit; });
 }
 
 int64_t Reducer::bytes_in_flight() const {

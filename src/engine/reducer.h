@@ -31,6 +31,8 @@ class Reducer {
   void finish();
   /// Forgets what is in flight, after a failure.
   void abandon();
+  /// The same of one unit, which is about to go.
+  void forget(const Unit& unit);
 
   int in_flight() const {
     return static_cast<int>(running_.size());

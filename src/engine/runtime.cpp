@@ -58,6 +58,7 @@ void Runtime::remove(Unit& unit) {
   auto guard = lock();
   std::replace(units_.begin(), units_.end(), &unit, static_cast<Unit*>(nullptr));
   std::erase(unsharded_, &unit);
+  reducer_.forget(unit);
   if (last_ == &unit) {
     last_ = nullptr;
   }

@@ -141,7 +141,7 @@ void FSDPModule::set_post_optim_event(std::shared_ptr<c10::Event> event) {
   unit_->runtime().set_post_optim_event(std::move(event));
 }
 
-void FSDPModule::set_gradient_divide_factor(double factor) {
+void FSDPModule::set_gradient_divide_factor(std::optional<double> factor) {
   FSDP_CHECK(factor != 0, "[set_gradient_divide_factor] gradients cannot be divided by 0");
   unit_->policy.divide_factor = factor;
 }

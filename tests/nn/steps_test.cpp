@@ -122,6 +122,25 @@ TEST(BrokenOffProcesses, StepsLeaveNoTrace) {
   }
 }
 
+TEST_P(BrokenOff, StepsKeepNoModel) {
+  on_threads(GetParam(), [] {
+    std::vector<std::weak_ptr<engine::Unit>> units;
+    {
+      Stack stack;
+      stack.gradients_of_step();
+      for (auto* unit : stack.root().unit()->runtime().units()) {
+        units.push_back(unit->weak_from_this());
+      }
+      const auto loss = stack.loss(1, [] { throw std::runtime_error("in the middle of backward"); });
+      EXPECT_THROW(loss.backward(), std::runtime_error);
+      EXPECT_GT(stack.root().unit()->runtime().reducer().in_flight(), 0);
+    }
+    for (const auto& unit : units) {
+      EXPECT_TRUE(unit.expired());
+    }
+  });
+}
+
 TEST_P(BrokenOff, AWriteInBackwardIsAnErrorAndChangesNothing) {
   on_threads(GetParam(), [] {
     Stack stack;

@@ -41,6 +41,11 @@ def test_wrong_arguments():
     for container in (nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleDict({"a": nn.Linear(2, 2)})):
         with pytest.raises(ValueError, match="containers that do not implement forward"):
             fully_shard(container)
+    for wrong in ([1], [nn.Linear(2, 2), None]):
+        with pytest.raises(ValueError, match="expects modules"):
+            fully_shard(wrong)
+    with pytest.raises(ValueError, match="fully_shard first, then torch.compile"):
+        fully_shard(torch.compile(nn.Linear(2, 2)))
     scalar = nn.Linear(2, 2)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scale.*1D tensor with numel equal to 1"):

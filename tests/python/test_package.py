@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch import nn
 
 import libfsdp
 from harness import on_ranks
@@ -25,8 +26,18 @@ def command(*arguments):
 def test_command_line():
     text = command("info")
     assert libfsdp.__version__ in text and torch.__version__ in text and "gloo" in text
-    assert "works here" in text or "no (" in text
+    assert "works here" in text
     assert command("--cmake-dir").strip().endswith("lib/cmake/fsdp")
+
+
+def test_memory_that_another_process_may_not_map_is_said(monkeypatch):
+    from libfsdp import __main__ as program
+
+    assert program.shared_memory() == "works here"
+    monkeypatch.setattr(program.os, "getpid", lambda: 1 << 30)  # of which there is no process
+    assert program.shared_memory().startswith("no (FileNotFoundError")
+    monkeypatch.setenv("FSDP_SHM", "0")
+    assert program.shared_memory() == "turned off by FSDP_SHM"
 
 
 def test_a_torch_that_is_missing_or_too_old_is_named(monkeypatch):
@@ -109,6 +120,29 @@ def test_type_stubs_name_what_is_there():
             members |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
             public = {member for member in vars(thing) if not member.startswith("_")}
             assert public == {member for member in members if not member.startswith("_")}, name
+
+
+@on_ranks(2, comm=("shm",))
+def test_generated_kernels_are_an_error_that_says_so():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.linear = nn.LayerNorm(5), nn.Linear(5, 5)
+
+        def forward(self, x):
+            return x + self.linear(self.norm(x))
+
+    model = fully_shard(Block())
+    with pytest.raises(RuntimeError, match="Kernels that torch.compile generates read parameters so"):
+        torch.compile(model)(mine(rows(0, 5)))
+
+
+@on_ranks(1, comm=("shm",))
+def test_storage_is_not_kept():
+    model = fully_shard(nn.Linear(2, 2))
+    model.set_keep_unsharded_storage(False)
+    with pytest.raises(NotImplementedError, match="units take turns"):
+        model.set_keep_unsharded_storage(True)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
