@@ -6,7 +6,9 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include "comm/arguments.h"
 #include "comm/decorated_group.h"
+#include "comm/divide.h"
 #include "comm/queued.h"
 
 namespace fsdp {
@@ -24,18 +26,6 @@ class WithCollective : public DecoratedGroup {
  protected:
   Collective collective_;
 };
-
-// Integers round toward zero, as in the other groups.
-void divide(at::Tensor& sums, double by) {
-  if (by == 1) {
-    return;
-  }
-  if (c10::isIntegralType(sums.scalar_type(), /*includeBool=*/true)) {
-    sums.copy_(sums.div(by, "trunc"));
-  } else {
-    sums.div_(by);
-  }
-}
 
 /// Slices in memory of this rank, padded so that every rank sends the same.
 class FlatHome final : public Home {
@@ -114,7 +104,8 @@ class FlatHome final : public Home {
 class OtherAllGather final : public WithCollective {
  public:
   using WithCollective::WithCollective;
-  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label&) override {
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    check_pieces(pieces, size(), label);
     return std::make_shared<FlatHome>(base_, collective_, std::move(pieces), options);
   }
   bool gathers_in_place() const override {
@@ -125,7 +116,8 @@ class OtherAllGather final : public WithCollective {
 class OtherReduceScatter final : public WithCollective {
  public:
   using WithCollective::WithCollective;
-  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label&) override {
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    check_reduce_scatter(args, rank(), size(), label);
     int64_t numel = 0;
     for (int64_t chunk : args.chunks) {
       numel += chunk;
@@ -148,7 +140,7 @@ class OtherReduceScatter final : public WithCollective {
     }
     auto output = at::empty({numel}, options);
     collective_(output, input.flatten(), *base_);
-    divide(output, args.divide_by);
+    divide_(output, args.divide_by);
     offset = 0;
     for (size_t i = 0; i < args.slices.size(); ++i) {
       args.slices[i].copy_(output.narrow(0, offset, args.slices[i].numel()));

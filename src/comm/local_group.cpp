@@ -5,6 +5,7 @@
 #include <fsdp/group.h>
 
 #include "base/check.h"
+#include "comm/divide.h"
 #include "comm/queued.h"
 
 namespace fsdp {
@@ -98,12 +99,12 @@ class LocalGroup final : public Group {
         args.slices.size());
     for (size_t i = 0; i < args.wholes.size(); ++i) {
       args.slices[i].view(-1).copy_(args.wholes[i].view(-1), /*non_blocking=*/true);
-      divide(args.slices[i], args.divide_by);
+      divide_(args.slices[i], args.divide_by);
     }
     return std::make_unique<Queued>(args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device());
   }
   std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp, double divide_by, const Label&) override {
-    divide(tensor, divide_by);
+    divide_(tensor, divide_by);
     return std::make_unique<Queued>(tensor.device());
   }
   void broadcast(at::Tensor, int root, const Label& label) override {
@@ -117,18 +118,6 @@ class LocalGroup final : public Group {
     return group_of_one();
   }
   void abort(const std::string&) override {}
-
- private:
-  static void divide(at::Tensor& tensor, double divide_by) {
-    if (divide_by == 1) {
-      return;
-    }
-    if (tensor.is_floating_point() || tensor.is_complex()) {
-      tensor.div_(divide_by);
-    } else {
-      tensor.copy_(tensor.div(divide_by, "trunc"));
-    }
-  }
 };
 
 } // namespace

@@ -2,10 +2,10 @@
 #include <gtest/gtest.h>
 
 #include "comm/c10d/buffer_pool.h"
-#include "comm/c10d/divide.h"
 #include "comm/c10d/order_check.h"
 #include "comm/c10d/payload.h"
 #include "comm/c10d/rank_major.h"
+#include "comm/divide.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {

@@ -30,7 +30,6 @@ struct Backend {
   std::function<void(int ranks, std::chrono::milliseconds timeout, const RankBody& body)> run;
   bool sums_in_rank_order = true; ///< bit for bit; otherwise sums are tested with numbers that any order sums exactly
   bool checks_order = true; ///< ranks that call different collectives are told so
-  bool checks_arguments = true; ///< that no collective can be started with
   bool names_peers = true; ///< a failure names the other rank and what it was doing
 };
 

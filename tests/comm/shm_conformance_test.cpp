@@ -30,8 +30,7 @@ Backend decorated(const std::string& name, int ranks, Decorate decorate) {
   const auto run = [decorate](int size, std::chrono::milliseconds timeout, const RankBody& body) {
     run_threads(size, timeout, [&](const GroupPointer& group) { body(decorate(group)); });
   };
-  // Labels are the user's, arguments the engine's own.
-  return {.name = name, .ranks = ranks, .run = run, .checks_order = false, .checks_arguments = false};
+  return {.name = name, .ranks = ranks, .run = run, .checks_order = false}; // labels are the user's
 }
 
 std::vector<Backend> decorated_backends() {

@@ -124,14 +124,6 @@ def test_type_stubs_name_what_is_there():
 
 @on_ranks(2, comm=("shm",))
 def test_generated_kernels_are_an_error_that_says_so():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.linear = nn.LayerNorm(5), nn.Linear(5, 5)
-
-        def forward(self, x):
-            return x + self.linear(self.norm(x))
-
     model = fully_shard(Block())
     with pytest.raises(RuntimeError, match="Kernels that torch.compile generates read parameters so"):
         torch.compile(model)(mine(rows(0, 5)))
@@ -145,14 +137,28 @@ def test_storage_is_not_kept():
         model.set_keep_unsharded_storage(True)
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+def norms_first():
+    return nn.Sequential(Block(), Block(), Block())
+
+
+@pytest.mark.parametrize("make", [mlp, norms_first])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @on_ranks(2, comm=("shm",))
-def test_compiled_modules_give_the_same(backend):
+def test_compiled_modules_give_the_same(backend, make):
     def loss_of(model, batch):
         return model(batch).pow(2).mean()
 
     for compile_what in ("model", "method", "block"):
-        reference, model = seeded(mlp), seeded(mlp)
+        reference, model = seeded(make), seeded(make)
         fully_shard(model[2])
         fully_shard(model)
         if compile_what == "model":

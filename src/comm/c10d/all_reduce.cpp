@@ -3,9 +3,9 @@
 #include <utility>
 #include <vector>
 
-#include "comm/c10d/divide.h"
 #include "comm/c10d/host_combine.h"
 #include "comm/c10d/streamed_work.h"
+#include "comm/divide.h"
 
 namespace fsdp::adapter {
 namespace {

@@ -12,8 +12,8 @@
 
 #include "base/check.h"
 #include "base/env.h"
+#include "comm/arguments.h"
 #include "comm/c10d/all_reduce.h"
-#include "comm/c10d/arguments.h"
 #include "comm/c10d/gloo.h"
 #include "comm/c10d/private_home.h"
 #include "comm/c10d/reduce_scatter.h"
@@ -115,23 +115,23 @@ C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
 
 std::shared_ptr<Home> C10dGroup::make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
   channel_->require_device(options.device, label);
-  adapter::check_pieces(pieces, size(), label);
+  check_pieces(pieces, size(), label);
   return std::make_shared<adapter::PrivateHome>(channel_, std::move(pieces), options);
 }
 
 std::unique_ptr<Work> C10dGroup::reduce_scatter(ReduceScatter args, const Label& label) {
-  adapter::check_reduce_scatter(args, rank(), size(), label);
+  check_reduce_scatter(args, rank(), size(), label);
   return adapter::start_reduce_scatter(channel_, std::move(args), label);
 }
 
 std::unique_ptr<Work> C10dGroup::all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
-  adapter::check_contiguous(tensor, label);
+  check_contiguous(tensor, label);
   return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
 }
 
 void C10dGroup::broadcast(at::Tensor tensor, int root, const Label& label) {
-  adapter::check_root(root, size(), label);
-  adapter::check_contiguous(tensor, label);
+  check_root(root, size(), label);
+  check_contiguous(tensor, label);
   if (tensor.numel() == 0) {
     return;
   }

@@ -5,10 +5,10 @@
 #include <c10/core/GradMode.h>
 
 #include "comm/c10d/copy_each.h"
-#include "comm/c10d/divide.h"
 #include "comm/c10d/host_combine.h"
 #include "comm/c10d/rank_major.h"
 #include "comm/c10d/streamed_work.h"
+#include "comm/divide.h"
 
 namespace fsdp::adapter {
 namespace {

@@ -5,6 +5,7 @@
 
 #include "base/callers_lock.h"
 #include "base/check.h"
+#include "comm/arguments.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/core.h"
 #include "comm/shm/whole.h"
@@ -195,20 +196,7 @@ void check(const std::vector<Piece>& pieces, const HomeOptions& options, int siz
       "] the shared-memory group holds parameters on the CPU, asked for ",
       options.device.str(),
       "; use the backend of that device");
-  for (size_t i = 0; i < pieces.size(); ++i) {
-    FSDP_CHECK(
-        pieces[i].chunk * size >= pieces[i].numel,
-        "[",
-        label.operation,
-        "] expected slices of ",
-        size,
-        " ranks that cover ",
-        pieces[i].numel,
-        " elements of piece ",
-        i,
-        ", got chunks of ",
-        pieces[i].chunk);
-  }
+  check_pieces(pieces, size, label);
 }
 
 std::string description(const std::vector<Piece>& pieces) {

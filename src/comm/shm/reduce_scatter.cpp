@@ -1,6 +1,6 @@
 #include <utility>
 
-#include "base/check.h"
+#include "comm/arguments.h"
 #include "comm/shm/publication.h"
 
 namespace fsdp::shm {
@@ -12,54 +12,6 @@ constexpr size_t kMostKept = 8;
 Piece piece_of(const ReduceScatter& args, size_t index) {
   const at::Tensor& whole = args.wholes[index];
   return {whole.numel(), args.chunks[index], whole.scalar_type(), whole.scalar_type()};
-}
-
-void check(const ReduceScatter& args, const Members& members, const Label& label) {
-  const size_t count = args.wholes.size();
-  FSDP_CHECK(
-      args.chunks.size() == count && args.slices.size() == count,
-      "[",
-      label.operation,
-      "] expected as many chunks and slices as whole tensors (",
-      count,
-      "), got ",
-      args.chunks.size(),
-      " and ",
-      args.slices.size());
-  for (size_t i = 0; i < count; ++i) {
-    const Piece piece = piece_of(args, i);
-    FSDP_CHECK(
-        args.wholes[i].is_contiguous() && args.slices[i].is_contiguous(),
-        "[",
-        label.operation,
-        "] expected contiguous tensors, number ",
-        i,
-        " is not; call contiguous()");
-    FSDP_CHECK(
-        args.slices[i].scalar_type() == piece.stored,
-        "[",
-        label.operation,
-        "] expected a result of ",
-        c10::toString(piece.stored),
-        ", number ",
-        i,
-        " is ",
-        c10::toString(args.slices[i].scalar_type()));
-    FSDP_CHECK(
-        piece.chunk * members.size() >= piece.numel && args.slices[i].numel() == piece.length(members.rank()),
-        "[",
-        label.operation,
-        "] expected a result of ",
-        piece.length(members.rank()),
-        " elements for tensor number ",
-        i,
-        " of ",
-        piece.numel,
-        " in chunks of ",
-        piece.chunk,
-        ", got ",
-        args.slices[i].numel());
-  }
 }
 
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
@@ -116,7 +68,7 @@ void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64
 } // namespace
 
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label) {
-  check(args, *core->members, label);
+  check_reduce_scatter(args, core->members->rank(), core->members->size(), label);
   if (!args.wholes.empty()) {
     numbers_of(args.wholes.front().scalar_type(), label); // rejects what cannot be summed before anything is posted
   }

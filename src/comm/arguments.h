@@ -4,7 +4,7 @@
 
 #include <fsdp/group.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 /// Errors for arguments that no collective can be started with. Every rank finds them by itself, before anything is
 /// sent.
@@ -13,4 +13,4 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
 void check_contiguous(const at::Tensor& tensor, const Label& label);
 void check_root(int root, int size, const Label& label);
 
-} // namespace fsdp::adapter
+} // namespace fsdp

@@ -1,4 +1,4 @@
-#include "comm/c10d/divide.h"
+#include "comm/divide.h"
 
 #include <cmath>
 
@@ -6,7 +6,7 @@
 #include <ATen/ops/div.h>
 #include <c10/core/ScalarType.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 Division::Division(double divide_by, c10::ScalarType dtype, bool sum_may_overflow) : after(divide_by) {
   if (sum_may_overflow && dtype == at::kHalf && divide_by > 1) {
@@ -39,4 +39,4 @@ void divide_(const std::vector<at::Tensor>& tensors, double by) {
   }
 }
 
-} // namespace fsdp::adapter
+} // namespace fsdp

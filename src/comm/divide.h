@@ -4,7 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 /// A division split in two around a sum. Only fp16 needs the first half: its sum over many ranks can exceed 65504, so
 /// half of the factor (a power of two near its root, which costs no precision) is divided out before, as PyTorch does.
@@ -20,4 +20,4 @@ struct Division {
 void divide_(const at::Tensor& tensor, double by);
 void divide_(const std::vector<at::Tensor>& tensors, double by);
 
-} // namespace fsdp::adapter
+} // namespace fsdp

@@ -1,8 +1,8 @@
-#include "comm/c10d/arguments.h"
+#include "comm/arguments.h"
 
 #include "base/check.h"
 
-namespace fsdp::adapter {
+namespace fsdp {
 namespace {
 
 void check_chunk(int64_t numel, int64_t chunk, size_t index, int size, const Label& label) {
@@ -99,4 +99,4 @@ void check_root(int root, int size, const Label& label) {
   FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
 }
 
-} // namespace fsdp::adapter
+} // namespace fsdp
