@@ -81,6 +81,18 @@ TEST_F(C10dFailure, AStoppedStoreHangsNobody) {
   lose({.rank = 0, .signal = SIGSTOP, .timeout = milliseconds(2000)});
 }
 
+// As a write to the connection of a rank that has died.
+TEST_F(C10dFailure, ABrokenPipeDoesNotEndTheProcess) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(20));
+    std::raise(SIGPIPE);
+    group->barrier({"barrier", ""});
+    rendezvous.leave(seconds(20));
+  });
+}
+
 TEST_F(C10dFailure, WhoIsMissingIsNamed) {
   on_processes(3, [] {
     const Launch launch = read_launch();

@@ -1,6 +1,7 @@
 #include "comm/c10d/c10d_group.h"
 
 #include <algorithm>
+#include <csignal>
 #include <cstring>
 #include <utility>
 
@@ -85,7 +86,15 @@ std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   return c10d_group(std::move(process_group), options);
 }
 
+void ignore_broken_pipes() {
+  struct sigaction present {};
+  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) {
+    std::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options) {
+  ignore_broken_pipes();
   return std::make_shared<C10dGroup>(std::move(process_group), options);
 }
 

@@ -32,6 +32,10 @@ struct C10dOptions {
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);
 
+/// Gloo writes to connections whose other end may have died. By default that ends the process without a word; ignored,
+/// the write fails, and the failure becomes an error like others. A program that has set a handler keeps it.
+void ignore_broken_pipes();
+
 /// Turns the order check on or off, on all ranks of the group; nothing for groups that are not c10d's.
 void set_check_order(Group& group, bool check);
 

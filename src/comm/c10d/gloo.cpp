@@ -25,6 +25,7 @@ std::shared_ptr<gloo::transport::Device> network_device() {
 ProcessGroupPtr make_gloo(StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
   const auto options = Gloo::Options::create(timeout);
   options->devices.push_back(network_device());
+  ignore_broken_pipes();
   const auto backend = c10::make_intrusive<Gloo>(store, rank, size, options);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
   group->setBackend(c10::kCPU, c10d::ProcessGroup::GLOO, backend);
