@@ -47,7 +47,7 @@ PUBLIC = {
 # folder whose types nobody else sees: the headers through which it is reached from outside
 BACKENDS = {
     "comm/c10d": ["factory.h", "gloo.h", "nccl.h"],
-    "comm/shm": ["factory.h"],
+    "comm/shm": ["<fsdp/group.h>"],
 }
 
 # folders that are users of the library; and files in them that measure its insides, with the layer that they may see

@@ -99,7 +99,6 @@ struct Found {
   std::vector<Slot> slots;
   std::vector<std::optional<size_t>> indices; // of the slots' parameters among `params`; unset if in units already
   std::vector<engine::ParamSpec> params;
-  int in_units = 0; // belong to units already
 };
 
 void check_any(bool any, const std::string& name) {
@@ -142,7 +141,7 @@ void check_one_mesh(const Param& param, const Slot& slot, const std::optional<Sh
 }
 
 Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options) {
-  Found found{std::move(slots), {}, {}, 0};
+  Found found{std::move(slots), {}, {}};
   std::unordered_map<const c10::TensorImpl*, std::optional<size_t>> seen;
   for (const auto& tensor : options.ignored_params) {
     seen[tensor.unsafeGetTensorImpl()] = std::nullopt;
@@ -150,7 +149,6 @@ Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options)
   for (const auto& slot : found.slots) {
     auto& index = found.indices.emplace_back();
     if (const Param* param = nn::param_of(slot.tensor)) {
-      ++found.in_units;
       if (nn::is_handle(slot.tensor)) {
         check_one_mesh(*param, slot, placement_of(options, slot));
       }

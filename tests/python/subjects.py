@@ -29,6 +29,20 @@ def even():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 12), nn.GELU()), nn.Linear(12, 4))
 
 
+class Methods(nn.Module):
+    """Has another method beside ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+    def encode(self, x, *, scale=1):
+        return self.first(x) * scale
+
+
 def shard_with(shard, model, **options):
     for block in (model[0], model[2], model):
         shard(block, **options)

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, check_training, loss_of, mine, reference_backward, rows, seeded
+from subjects import Methods, check_same, check_training, loss_of, mine, reference_backward, rows, seeded
 
 
 class Attention(nn.Module):
@@ -230,18 +230,6 @@ def test_structured_inputs_and_outputs_are_cast():
     out.second["out"][0].sum().backward()
     assert model.linear.weight.dtype == torch.bfloat16
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
-
-
-class Methods(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-    def encode(self, x):
-        return self.first(x)
 
 
 @on_ranks(2, comm=("shm",))

@@ -8,19 +8,7 @@ from torch.distributed import fsdp as torch_fsdp
 import libfsdp
 from harness import on_ranks
 from libfsdp import MixedPrecisionPolicy, fully_shard
-from subjects import check_same, check_training, even, loss_of, mine, mlp, reference_backward, rows, seeded, shard_with
-
-
-class Methods(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
-
-    def forward(self, x):
-        return self.second(self.first(x))
-
-    def encode(self, x, *, scale):
-        return self.first(x) * scale
+from subjects import Methods, check_same, check_training, even, loss_of, mine, mlp, reference_backward, rows, seeded, shard_with
 
 
 @on_ranks(2, comm=("shm",))

@@ -66,10 +66,12 @@ class CheckLayers(unittest.TestCase):
 
     def test_a_backend_is_reached_through_its_factory(self):
         self.write("src/comm/shm/core.cpp", '#include "comm/shm/futex.h"')
-        self.write("src/comm/world.cpp", '#include <fsdp/group.h>')
+        self.write("src/comm/world.cpp", '#include "comm/c10d/factory.h"')
         self.assertEqual(self.problems(), [])
-        self.write("src/comm/world.cpp", '#include "comm/shm/futex.h"')
+        self.write("src/comm/world.cpp", '#include "comm/c10d/channel.h"')
         self.assert_one_problem("src/comm/world.cpp:1", "reached through factory.h")
+        self.write("src/comm/world.cpp", '#include "comm/shm/futex.h"')
+        self.assert_one_problem("src/comm/world.cpp:1", "reached through <fsdp/group.h>")
 
     def test_users_see_public_headers_only(self):
         self.write("bench/span.cpp", '#include "base/tracing.h"')
