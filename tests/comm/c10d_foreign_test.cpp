@@ -2,103 +2,16 @@
 #include <thread>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <fsdp/mesh.h>
 
 #include "comm/c10d/factory.h"
-#include "comm/conformance.h"
-#include "comm/launcher.h"
-#include "comm/rendezvous.h"
+#include "comm/foreign_backends.h"
 #include "support/error_message.h"
-#include "support/ranks.h"
 
 /// Process groups that libfsdp did not make.
 namespace fsdp::testing {
 namespace {
-
-using Gloo = c10d::ProcessGroupGloo;
-using Tensors = std::vector<at::Tensor>;
-using C10dWork = c10::intrusive_ptr<c10d::Work>;
-
-/// A backend of few words: no collective on single buffers, no all-to-all, no splitting, no options. As some vendors'
-/// are.
-class Sparse final : public c10d::Backend {
- public:
-  explicit Sparse(c10::intrusive_ptr<Gloo> gloo) : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
-
-  const std::string getBackendName() const override {
-    return "sparse";
-  }
-  c10::intrusive_ptr<Options> getBackendOptions() override {
-    return nullptr;
-  }
-  C10dWork allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    return gloo_->allgather(outputs, inputs, options);
-  }
-  C10dWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    return gloo_->allreduce(tensors, options);
-  }
-  C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    return gloo_->broadcast(tensors, options);
-  }
-  C10dWork barrier(const c10d::BarrierOptions& options) override {
-    return gloo_->barrier(options);
-  }
-  bool supportsTensorAlloc(c10::DeviceIndex) override {
-    return true;
-  }
-  at::Tensor allocateTensor(long size, at::TensorOptions options) override {
-    ++allocated;
-    return at::empty({size}, options);
-  }
-  inline static int allocated = 0; ///< tensors in memory of its own
-
- private:
-  c10::intrusive_ptr<Gloo> gloo_;
-};
-
-template <typename Kind = Gloo>
-c10::intrusive_ptr<Gloo> make_gloo(const c10::intrusive_ptr<c10d::Store>& store, const Launch& launch) {
-  const auto options = Gloo::Options::create(std::chrono::seconds(30));
-  options->devices.push_back(Gloo::createDefaultDevice());
-  return c10::make_intrusive<Kind>(store, launch.rank, launch.size, options);
-}
-
-template <typename Make>
-c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(Rendezvous& rendezvous, const Launch& launch, Make make) {
-  const auto store = rendezvous.store("foreign");
-  auto group = c10::make_intrusive<c10d::ProcessGroup>(store, launch.rank, launch.size);
-  const c10::intrusive_ptr<c10d::Backend> backend = make(store, launch);
-  const bool is_gloo = backend->getBackendName() == "gloo";
-  const auto type = is_gloo ? c10d::ProcessGroup::GLOO : c10d::ProcessGroup::CUSTOM;
-  group->setBackend(c10::kCPU, type, backend);
-  group->setDefaultBackend(type);
-  group->setGroupName("foreign");
-  return group;
-}
-
-using StorePointer = c10::intrusive_ptr<c10d::Store>;
-
-const auto kAsItIs = [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
-  return make_gloo(store, launch);
-};
-const auto kSparse = [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
-  return c10::make_intrusive<Sparse>(make_gloo(store, launch));
-};
-
-template <typename Make>
-void run_foreign(int ranks, const RankBody& body, Make make) {
-  on_processes(ranks, [&] {
-    const Launch launch = read_launch();
-    Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    body(Group::from(make_process_group(rendezvous, launch, make)));
-    rendezvous.leave(std::chrono::seconds(20));
-  });
-}
 
 void gather_and_reduce(const GroupPointer& group) {
   for (const auto& pieces : {all_sorts(group->size()), with_casts(group->size())}) {
@@ -127,12 +40,12 @@ TEST(C10dForeign, AGlooGroupMadeElsewhereWorks) {
         EXPECT_EQ(group->name(), "gloo");
         gather_and_reduce(group);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 TEST(C10dForeign, ABackendOfFewCollectivesWorks) {
   run_foreign(
-      3, [](const GroupPointer& group) { gather_and_reduce(group); }, kSparse);
+      3, [](const GroupPointer& group) { gather_and_reduce(group); }, &sparse);
 }
 
 TEST(C10dForeign, BuffersComeFromTheBackendWhereThatIsWanted) {
@@ -149,7 +62,7 @@ TEST(C10dForeign, BuffersComeFromTheBackendWhereThatIsWanted) {
         gather_and_reduce(group);
         EXPECT_EQ(Sparse::allocated, before);
       },
-      kSparse);
+      &sparse);
 }
 
 TEST(C10dForeign, BackendsWithoutMemoryOfTheirOwnUseLibTorchs) {
@@ -159,7 +72,7 @@ TEST(C10dForeign, BackendsWithoutMemoryOfTheirOwnUseLibTorchs) {
         set_backend_memory(*group, true);
         gather_and_reduce(group);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 TEST(C10dForeign, AGroupThatCanSplitIsSplit) {
@@ -176,7 +89,7 @@ TEST(C10dForeign, AGroupThatCanSplitIsSplit) {
         EXPECT_EQ(alone->size(), 1);
         group->barrier(kTest);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 /// As Gloo's own split now and then: it never comes back.
@@ -220,14 +133,14 @@ TEST(C10dForeign, AGroupThatCannotSplitSaysWhatToDo) {
         EXPECT_TRUE(contains(error_message([&] { group->split(0, kTest); }), "Mesh::from_groups"));
         group->barrier(kTest);
       },
-      kSparse);
+      &sparse);
 }
 
 TEST(C10dForeign, AMeshOfIt) {
   on_processes(2, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    const Mesh mesh = Mesh::from_group(make_process_group(rendezvous, launch, kAsItIs), "shard");
+    const Mesh mesh = Mesh::from_group(make_process_group(rendezvous, launch, &as_it_is), "shard");
     EXPECT_EQ(mesh.str(), "Mesh(2, shard, cpu)");
     mesh.group()->barrier(kTest);
     rendezvous.leave(std::chrono::seconds(20));
@@ -244,7 +157,7 @@ TEST(C10dForeign, OtherDevicesThanTheGroupsAreErrors) {
         EXPECT_TRUE(contains(message, "serves cpu"));
         group->barrier(kTest);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 // The gather reads the very memory that is written next: what it shows is from before.
@@ -267,7 +180,7 @@ TEST(C10dForeign, WritesWaitForAGatherOnItsWay) {
         }
         group->barrier(kTest);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 TEST(C10dForeign, OffloadIsNothingSpecialOnTheCpu) {
@@ -282,7 +195,7 @@ TEST(C10dForeign, OffloadIsNothingSpecialOnTheCpu) {
         expect_pieces(*gathered, pieces, 3);
         group->barrier(kTest);
       },
-      kAsItIs);
+      &as_it_is);
 }
 
 TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
@@ -290,7 +203,7 @@ TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
     setenv("FSDP_CHECK_ORDER", "1", /*overwrite=*/1);
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    const auto group = Group::from(make_process_group(rendezvous, launch, kAsItIs));
+    const auto group = Group::from(make_process_group(rendezvous, launch, &as_it_is));
     group->barrier(kTest);
     const Label mine{"unshard", launch.rank == 0 ? "blocks.1" : "blocks.7"};
     const std::string message = comm_error([&] { group->barrier(mine); });
@@ -304,7 +217,7 @@ TEST(C10dForeign, TheFirstCollectivesAreCheckedWithoutBeingAsked) {
   on_processes(2, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    const auto group = Group::from(make_process_group(rendezvous, launch, kAsItIs));
+    const auto group = Group::from(make_process_group(rendezvous, launch, &as_it_is));
     const std::string message = comm_error([&] { group->barrier({"unshard", launch.rank == 0 ? "a" : "b"}); });
     EXPECT_TRUE(mentions(message, "unshard of 'a'"));
     EXPECT_TRUE(mentions(message, "unshard of 'b'"));

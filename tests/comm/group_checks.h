@@ -31,6 +31,7 @@ struct Backend {
   bool sums_in_rank_order = true; ///< bit for bit; otherwise sums are tested with numbers that any order sums exactly
   bool checks_order = true; ///< ranks that call different collectives are told so
   bool names_peers = true; ///< a failure names the other rank and what it was doing
+  bool splits = true; ///< groups of some of the ranks can be made of it
 };
 
 inline void PrintTo(const Backend& backend, std::ostream* out) {
