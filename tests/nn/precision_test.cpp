@@ -46,6 +46,24 @@ TEST(Precision, HalfComputesAndFloatReduces) {
   expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
 }
 
+Subject with_scaled_loss() {
+  Subject subject = subjects::tied();
+  subject.loss = [loss = subject.loss](int rank, int step) { return loss(rank, step) * 8192; };
+  return subject;
+}
+
+// Two ranks add, then two replicas: one sum each. A part of the division comes first, which costs gradients their last
+// bits where half has no smaller numbers; hence the scale.
+TEST(Precision, HalfSumsOfHybridMeshesAreThoseOfTheReference) {
+  for (const auto dtype : {torch::kBFloat16, torch::kHalf}) {
+    Trial trial = in_precision({.reduce_dtype = dtype});
+    trial.make = [] { return with_scaled_loss(); };
+    expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
+    trial.options.mp_policy = {.param_dtype = dtype};
+    expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
+  }
+}
+
 /// Two linear layers whose gradients are powers of two times `scale`, on each rank.
 at::Tensor hybrid_gradient(const MixedPrecisionPolicy& policy, double scale) {
   nn::Linear model(4, 4);
