@@ -398,6 +398,7 @@ TEST_P(Conformance, SplitMakesGroupsThatWorkAlone) {
     const auto part = group->split(color, kTest);
     EXPECT_EQ(part->size(), (group->size() + 1 - color) / 2);
     EXPECT_EQ(part->rank(), group->rank() / 2);
+    EXPECT_EQ(part->name() == "alone", part->size() == 1); // which shares nothing and waits for nobody
     auto reduced = start_reduce(*part, {.numels = {1000}, .simple = true});
     at::Tensor sum = at::ones({1});
     part->all_reduce(sum, ReduceOp::kSum, 1, kTest)->wait();

@@ -69,8 +69,9 @@ std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
     return chosen;
   };
   const Members& parent = *core_->members;
-  return make_group(
-      join({new_rank, static_cast<int>(members.size()), parent.place().timeout, parent.family()}, among_members));
+  const int size = static_cast<int>(members.size());
+  auto core = join({new_rank, size, parent.place().timeout, parent.family()}, among_members);
+  return size == 1 ? group_of_one() : make_group(std::move(core));
 }
 
 } // namespace
