@@ -45,6 +45,10 @@ class NoOpBackend : public c10d::Backend {
       std::vector<at::Tensor>&, std::vector<at::Tensor>&, const c10d::AllgatherOptions&) override {
     return done();
   }
+  c10::intrusive_ptr<c10d::Work> alltoall_base(
+      at::Tensor&, at::Tensor&, std::vector<int64_t>&, std::vector<int64_t>&, const c10d::AllToAllOptions&) override {
+    return done();
+  }
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(
       at::Tensor&, at::Tensor&, const c10d::ReduceScatterOptions&) override {
     return done();

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
+#include "base/view_into.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -323,7 +324,7 @@ void Param::watch(at::Tensor stored) {
 void Param::give_shard_gradient(at::Tensor gradient) {
   const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
   if (gradient.sizes() != c10::IntArrayRef(sizes) || gradient.strides() != c10::IntArrayRef(strides)) {
-    gradient = at::as_strided(gradient, sizes, strides, gradient.storage_offset());
+    gradient = view_into(gradient, gradient.scalar_type(), sizes, strides, 0);
   }
   if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
     gradient = gradient.to(shard_.device(), shard_.scalar_type());

@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
 #include "base/stream.h"
 #include "base/tracing.h"
+#include "base/view_into.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -42,7 +42,8 @@ at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
   if (gradient.dim() == 1 && param.layout().in_place()) {
     return gradient;
   }
-  return param.layout().in_place() ? at::as_strided(gradient, {gradient.numel()}, {1}) : param.layout().pack(gradient);
+  return param.layout().in_place() ? view_into(gradient, gradient.scalar_type(), gradient.numel())
+                                   : param.layout().pack(gradient);
 }
 
 at::Tensor take_gradient(Param& param, c10::ScalarType dtype, c10::Device device) {
@@ -138,7 +139,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
     const Param& param = *reduction->params[i];
     const int64_t length = param.layout().length(param.rank());
     // Alone, the whole gradient is the slice: nothing is copied.
-    args.slices.push_back(alone ? args.wholes[i] : at::as_strided(reduction->flat, {length}, {1}, offset));
+    args.slices.push_back(alone ? args.wholes[i] : view_into(reduction->flat, dtype, length, offset));
     offset += aligned(length, dtype);
   }
   const bool all_reduced_later = bucket.replicate_group() != nullptr;

@@ -11,6 +11,7 @@
 
 #include "base/callers_lock.h"
 #include "base/log.h"
+#include "base/view_into.h"
 #include "comm/c10d/copy_each.h"
 
 namespace fsdp::adapter {
@@ -144,8 +145,10 @@ class PrivateGathered final : public Gathered {
   Pending start_flat(const Label& label) {
     flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
     // As 8-byte words: MPI counts elements in 32 bits.
-    const at::Tensor output = flat_.narrow(0, 0, plan_->sent.bytes() * plan_->size).view(at::kLong);
-    return start(label, [&](Collectives& c) { return c.all_gather(output, sent_.view(at::kLong)); });
+    const int64_t words = plan_->sent.bytes() / static_cast<int64_t>(sizeof(int64_t));
+    const at::Tensor output = view_into(flat_, at::kLong, words * plan_->size);
+    const at::Tensor input = view_into(sent_, at::kLong, words);
+    return start(label, [&](Collectives& c) { return c.all_gather(output, input); });
   }
 
   Pending start(const Label& label, const Channel::Start& call) {

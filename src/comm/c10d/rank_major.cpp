@@ -11,9 +11,14 @@
 namespace fsdp::adapter {
 namespace {
 
-Piece piece_of(const ReduceScatter& args, size_t i) {
-  const auto dtype = args.wholes[i].scalar_type();
-  return {.numel = args.wholes[i].numel(), .chunk = args.chunks[i], .stored = dtype, .gathered = dtype};
+std::vector<Piece> pieces_of(const ReduceScatter& args) {
+  std::vector<Piece> pieces;
+  pieces.reserve(args.wholes.size());
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    const auto dtype = args.wholes[i].scalar_type();
+    pieces.push_back({.numel = args.wholes[i].numel(), .chunk = args.chunks[i], .stored = dtype, .gathered = dtype});
+  }
+  return pieces;
 }
 
 } // namespace
@@ -40,18 +45,19 @@ void RankMajor::pack(const ReduceScatter& args, const at::Tensor& matrix) const 
 void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const {
   const int64_t item = matrix.element_size();
   char* const base = static_cast<char*>(matrix.mutable_data_ptr());
+  const auto pieces = pieces_of(args);
   for (int rank = 0; rank < size_; ++rank) {
     char* const row = base + rank * row_ * item;
     int64_t end = 0;
     const auto pad_to = [&](int64_t begin) { std::memset(row + end * item, 0, (begin - end) * item); };
-    for (size_t i = 0; i < args.wholes.size(); ++i) {
-      const Piece piece = piece_of(args, i);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const int64_t begin = pieces[i].begin(rank), length = pieces[i].length(rank);
       pad_to(offsets_[i]);
-      if (piece.length(rank) > 0) { // an empty tensor has no address
-        const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr()) + piece.begin(rank) * item;
-        std::memcpy(row + offsets_[i] * item, from, piece.length(rank) * item);
+      if (length > 0) { // an empty tensor has no address
+        const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr());
+        std::memcpy(row + offsets_[i] * item, from + begin * item, length * item);
       }
-      end = offsets_[i] + piece.length(rank);
+      end = offsets_[i] + length;
     }
     pad_to(row_);
   }
@@ -79,8 +85,9 @@ void RankMajor::pack_on_device(const ReduceScatter& args, const at::Tensor& matr
   }
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> targets;
+  const auto pieces = pieces_of(args);
   for (size_t i = 0; i < flat.size(); ++i) {
-    const Piece piece = piece_of(args, i);
+    const Piece& piece = pieces[i];
     for (int rank = 0; rank < size_ && piece.length(rank) > 0; ++rank) {
       sources.push_back(flat[i].narrow(0, piece.begin(rank), piece.length(rank)));
       targets.push_back(rows[rank].narrow(0, offsets_[i], piece.length(rank)));

@@ -4,6 +4,7 @@
 
 #include <c10/core/GradMode.h>
 
+#include "base/view_into.h"
 #include "comm/c10d/copy_each.h"
 #include "comm/c10d/host_combine.h"
 #include "comm/c10d/rank_major.h"
@@ -43,8 +44,7 @@ class Packed : public StreamedWork {
   }
 
   at::Tensor typed(const at::Tensor& bytes, int64_t count) const {
-    const auto& like = args_.slices.front();
-    return bytes.narrow(0, 0, count * like.element_size()).view(like.scalar_type());
+    return view_into(bytes, args_.slices.front().scalar_type(), count);
   }
 
   void release() {
@@ -95,10 +95,11 @@ class HostSum final : public Packed {
   HostSum(std::shared_ptr<Channel> channel, ReduceScatter args, RankMajor layout, const Label& label)
       : Packed(std::move(channel), std::move(args), std::move(layout)),
         received_(take(layout_.row() * channel_->size())) {
-    const at::Tensor output = received_.narrow(0, 0, static_cast<int64_t>(matrix_.nbytes()));
-    pending_ = channel_->start(label, "reduce-scatter", c10::kCPU, matrix_.nbytes(), [&](Collectives& c) {
-      return c.all_to_all(output, matrix_.view(at::kByte));
-    });
+    const auto bytes = static_cast<int64_t>(matrix_.nbytes());
+    const at::Tensor output = view_into(received_, at::kByte, bytes);
+    const at::Tensor input = view_into(matrix_, at::kByte, bytes);
+    pending_ = channel_->start(
+        label, "reduce-scatter", c10::kCPU, bytes, [&](Collectives& c) { return c.all_to_all(output, input); });
   }
 
  private:
@@ -112,10 +113,10 @@ class HostSum final : public Packed {
 
   std::vector<const void*> sources(size_t tensor) const {
     const int64_t item = args_.slices[tensor].element_size();
-    const char* base = static_cast<const char*>(received_.const_data_ptr());
-    std::vector<const void*> sources;
-    for (int rank = 0; rank < channel_->size(); ++rank) {
-      sources.push_back(base + (rank * layout_.row() + layout_.offset(tensor)) * item);
+    const char* base = static_cast<const char*>(received_.const_data_ptr()) + layout_.offset(tensor) * item;
+    std::vector<const void*> sources(static_cast<size_t>(channel_->size()));
+    for (size_t rank = 0; rank < sources.size(); ++rank) {
+      sources[rank] = base + static_cast<int64_t>(rank) * layout_.row() * item;
     }
     return sources;
   }
