@@ -102,7 +102,7 @@ INSTANTIATE_TEST_SUITE_P(
 
 // Over shared memory a gather moves nothing, so that where whole parameters stay changes little; over Gloo they travel.
 TEST(CombinationsOverGloo, TrainAsUnsharded) {
-  on_processes(4, [] {
+  const auto train_all = [] {
     init({.backend = "gloo", .device = "cpu"});
     const auto hybrid = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
     for (const auto& combination : all_combinations()) {
@@ -117,7 +117,8 @@ TEST(CombinationsOverGloo, TrainAsUnsharded) {
       train_sharded(trial, reference);
     }
     shutdown();
-  });
+  };
+  on_processes(4, train_all, {.timeout = std::chrono::minutes(8)}); // with sanitizers it takes two
 }
 
 } // namespace
