@@ -11,6 +11,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+try:
+    from fsdp_bench_no_op import make_backend
+except ImportError:  # built without the Python package: PyTorch's own, which copies an all-gather's input for each rank
+    BACKEND = "fake"
+else:
+    BACKEND = "no_op"
+    dist.Backend.register_backend(
+        BACKEND, lambda _store, rank, size, _timeout: make_backend(rank, size), devices=["cpu"]
+    )
+
 
 def shard(model: nn.Sequential, world: int, contender: str) -> None:
     if contender == "fsdp2":
@@ -35,7 +45,7 @@ def time_step(model: nn.Module, x: torch.Tensor) -> float:
 def per_unit(request: dict) -> list[float]:
     """Seconds of forward and backward for each unit, without those that the layers themselves take."""
     units, linears, world = request["units"], request["linears"], request["world"]
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=world)
     sharded, plain = make_units(units, linears), make_units(units, linears)
     shard(sharded, world, sys.argv[1])
     x = torch.randn(4, WIDTH)

@@ -33,5 +33,10 @@ TEST(ShmAvailable, FalseOnEveryRankIfOneIsElsewhere) {
   });
 }
 
+// As in dry runs, with a process group that moves nothing.
+TEST(ShmAvailable, FalseWhereNobodyElseAnswers) {
+  EXPECT_FALSE(shm_available([](const std::string& mine) { return std::vector<std::string>(4, mine); }));
+}
+
 } // namespace
 } // namespace fsdp::testing

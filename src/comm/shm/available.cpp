@@ -51,8 +51,11 @@ bool sees(const std::string& shown) {
 bool shm_available(const Exchange& exchange) {
   const std::string text = random_text();
   const auto mine = show(text);
-  const auto shown = exchange(mine ? mine->id().packed() + text : "");
-  const bool all_seen = std::all_of(shown.begin(), shown.end(), sees);
+  const std::string own = mine ? mine->id().packed() + text : "";
+  const auto shown = exchange(own);
+  // A group for dry runs has no other ranks: each gets its own words back.
+  const bool others_answer = std::count(shown.begin(), shown.end(), own) == 1;
+  const bool all_seen = others_answer && std::all_of(shown.begin(), shown.end(), sees);
   const auto answers = exchange(all_seen ? "yes" : "no");
   return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
 }
