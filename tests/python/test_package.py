@@ -122,6 +122,23 @@ def test_type_stubs_name_what_is_there():
             assert public == {member for member in members if not member.startswith("_")}, name
 
 
+def test_type_stubs_of_fully_shard_have_its_parameters():
+    import inspect
+
+    stub = ast.parse((pathlib.Path(libfsdp.__file__).parent / "_fully_shard.pyi").read_text()).body
+    (protocol,) = (node for node in stub if isinstance(node, ast.ClassDef))
+    overloads = [item for item in protocol.body if getattr(item, "name", "") == "__call__"]
+    expected = list(inspect.signature(fully_shard).parameters)
+    for call in overloads:
+        names = [argument.arg for argument in (*call.args.args, *call.args.kwonlyargs)]
+        assert names == ["self", *expected]
+    results = {ast.unparse(call.args.args[1].annotation): ast.unparse(call.returns) for call in overloads}
+    assert results == {"nn.Module": "FSDPModule", "list[nn.Module]": "list[FSDPModule]"}
+    declared = {node.name for node in stub if isinstance(node, ast.FunctionDef)}
+    assert declared == {"register_fsdp_forward_method", "share_comm_ctx"}
+    assert {item.name for item in protocol.body if isinstance(item, ast.FunctionDef)} == {"__call__", "state"}
+
+
 @on_ranks(2, comm=("shm",))
 def test_generated_kernels_are_an_error_that_says_so():
     model = fully_shard(Block())
