@@ -3,7 +3,9 @@
 import ast
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -68,6 +70,35 @@ def test_a_build_names_a_torch_that_is_missing_or_too_old(monkeypatch):
     found = None
     with pytest.raises(SystemExit, match="--no-build-isolation"):
         backend.build_editable("nowhere")
+
+
+ALONE = """
+import sys
+import torch, torch.distributed as dist
+import libfsdp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+libfsdp.fully_shard(torch.nn.Linear(2, 2))(torch.rand(1, 2)).sum().backward()
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libfsdp" in line}
+assert len(mapped) == 2 and all(path.startswith(sys.argv[1]) for path in mapped), mapped
+from libfsdp.__main__ import cmake_dir
+assert (cmake_dir() / "fsdpConfig.cmake").is_file()
+"""
+
+
+def test_an_installation_works_by_itself(tmp_path, monkeypatch):
+    """What a wheel has: the library as CMake installs it, the extension, the Python files."""
+    if not os.environ.get("FSDP_BIN"):
+        pytest.skip("there is no build to install from (FSDP_BIN)")
+    build = pathlib.Path(os.environ["FSDP_BIN"]).resolve().parent
+    package = tmp_path / "libfsdp"
+    for component in ("Unspecified", "python"):
+        install = ["cmake", "--install", build, "--prefix", package, "--component", component]
+        subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
+    if (package / "lib64").exists():
+        (package / "lib64").rename(package / "lib")  # where the wheel's build puts it
+    shutil.copytree(pathlib.Path(__file__).parents[2] / "python" / "libfsdp", package, dirs_exist_ok=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, timeout=60)
 
 
 def test_exports():
