@@ -1,6 +1,7 @@
 """What ``fully_shard`` keeps of a module."""
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +41,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+class _Calls(threading.local):
+    """How many sharded modules are being called, one from within the other."""
+
+    running = 0
+
+
+_calls = _Calls()
 
 
 class FSDPState(_C.ModuleState):
@@ -104,8 +114,13 @@ class FSDPState(_C.ModuleState):
                 sharded.enter(reference(), name)
         self.pending = False
 
+    def _begins_a_forward(self) -> bool:
+        """A module in the middle of one is given what its caller wants it to have: lengths may stay on the host."""
+        recomputes = torch._C._current_graph_task_id() != -1
+        return not self.unit.name or (_calls.running == 0 and not recomputes)
+
     def convert_inputs(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self.moves_inputs:
+        if self.moves_inputs and self._begins_a_forward():
             args, kwargs = map_tensors(lambda tensor: tensor.to(self.device), (args, kwargs))
         if self.input_dtype:
             args, kwargs = map_tensors(_cast_to(self.input_dtype), (args, kwargs))
@@ -135,7 +150,12 @@ class FSDPState(_C.ModuleState):
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """``function(module, ...)`` through the module's boundary; ``args`` begin with the module."""
         inputs, kwargs = self.convert_inputs(args[1:], kwargs)
-        return self.convert_outputs(function(args[0], *inputs, **kwargs))
+        _calls.running += 1
+        try:
+            outputs = function(args[0], *inputs, **kwargs)
+        finally:
+            _calls.running -= 1
+        return self.convert_outputs(outputs)
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -27,6 +27,9 @@ struct Reducer::Reduction {
       wholes; // on devices with streams: not freed, hence not reused by backward, before they were read
   std::unique_ptr<Work> work;
   int64_t bytes = 0; // of the whole gradients
+  // As the unit said when the reduction began: users may have said something else by the time it ends.
+  bool all_reduces;
+  double divide_by;
 };
 
 namespace {
@@ -112,6 +115,8 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   auto reduction = std::make_unique<Reduction>();
   reduction->unit = &unit;
   reduction->bucket = &bucket;
+  reduction->all_reduces = unit.policy.requires_all_reduce;
+  reduction->divide_by = divisor(unit, bucket);
   Runtime& runtime = unit.runtime();
   runtime.order_reduce();
   StreamGuard on_stream(runtime.reduce_stream());
@@ -143,7 +148,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
     offset += aligned(length, dtype);
   }
   const bool all_reduced_later = bucket.replicate_group() != nullptr;
-  args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : divisor(unit, bucket);
+  args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : reduction->divide_by;
   reduction->slices = args.slices;
   if (has_streams(unit.device())) {
     reduction->wholes.insert(reduction->wholes.end(), args.wholes.begin(), args.wholes.end());
@@ -195,20 +200,19 @@ void Reducer::complete(Reduction& reduction) {
   Unit& unit = *reduction.unit;
   Group* replicas = reduction.bucket->replicate_group();
   if (replicas != nullptr) {
-    const bool put_off = !unit.policy.requires_all_reduce;
     for (size_t i = 0; i < reduction.params.size(); ++i) {
       auto& partial = reduction.params[i]->partial;
       if (partial.defined()) {
         reduction.slices[i].add_(std::exchange(partial, {}));
       }
-      if (put_off) {
+      if (!reduction.all_reduces) {
         partial = reduction.slices[i];
       }
     }
-    if (put_off) {
+    if (!reduction.all_reduces) {
       return;
     }
-    const double divide_by = divides_early(reduction.slices[0].scalar_type()) ? 1 : divisor(unit, *reduction.bucket);
+    const double divide_by = divides_early(reduction.slices[0].scalar_type()) ? 1 : reduction.divide_by;
     const auto tensors = reduction.flat.defined() ? std::vector<at::Tensor>{reduction.flat} : reduction.slices;
     for (const auto& tensor : tensors) {
       replicas->all_reduce(tensor, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"))->wait();

@@ -126,6 +126,20 @@ TEST(C10dForeign, GlooIsSplitWithoutItsOwnSplit) {
       });
 }
 
+// Models come and go, and each makes a `Group` of the same process group.
+TEST(C10dForeign, EachGroupOfAProcessGroupSplitsAnew) {
+  on_processes(4, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto process_group = make_process_group(rendezvous, launch, kAsItIs);
+    for (int round = 0; round < 6; ++round) {
+      const auto group = Group::from(process_group);
+      gather_and_reduce(group->split(/*color=*/0, kTest));
+    }
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 TEST(C10dForeign, AGroupThatCannotSplitSaysWhatToDo) {
   run_foreign(
       2,

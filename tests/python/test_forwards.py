@@ -418,3 +418,40 @@ def test_recovery_after_an_exception_in_backward():
     model.reset_iter_state()
     model.zero_grad()
     check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+class Probe(nn.Module):
+    """Notes where its inputs are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = nn.Parameter(torch.ones(2)), []
+
+    def forward(self, x, lengths):
+        self.seen.append((x.device.type, lengths.device.type))
+        return x * x
+
+
+class Outer(Probe):
+    """Gives the module below a tensor of the host's, and calls it again in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Probe()
+
+    def forward(self, x, lengths):
+        super().forward(x, lengths)
+        return checkpoint(self.inner, x, torch.ones(2), use_reentrant=False)
+
+
+@on_ranks(1, comm=("shm",))
+def test_only_the_module_that_begins_a_forward_moves_its_inputs():
+    model = Outer()
+    for module in (model.inner, model):
+        state = fully_shard.state(fully_shard(module))
+        state.device, state.moves_inputs, state.converts = torch.device("meta"), True, True
+    x = torch.ones(2, device="meta", requires_grad=True)
+    model(x, lengths=torch.ones(2)).sum().backward()
+    assert model.seen == [("meta", "meta")] and model.inner.seen == [("meta", "cpu")] * 2
+    model.inner(torch.ones(2), torch.ones(2))
+    assert model.inner.seen[2:] == [("meta", "meta")]

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import libfsdp
@@ -322,3 +323,59 @@ def test_unused_outputs_and_modules():
     reference_backward(reference, unused, rows(0, 5))
     assert model.second._parameters["weight"].grad is None
     check_same(model, reference, what="gradients")
+
+
+FAST_PATHS = {
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), lambda m, x: m(x)),
+    "padded encoder layer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True),
+        lambda m, x: m(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) >= 2),
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), 2),
+        lambda m, x: m(x, src_key_padding_mask=torch.arange(x.shape[1]).expand(x.shape[:2]) >= 2),
+    ),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+        lambda m, x: torch.cat([part.flatten() for part in m(x, x, x)]),
+    ),
+}
+
+
+class FastKernels(TorchDispatchMode):
+    """Counts them."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (
+            torch.ops.aten._transformer_encoder_layer_fwd.default,
+            torch.ops.aten._native_multi_head_attention.default,
+        )
+        return function(*args, **(kwargs or {}))
+
+
+@on_ranks(2, 3)
+def test_fast_paths_of_inference_give_the_same():
+    """They read raw weights in kernels of their own."""
+    for name, (make, call) in FAST_PATHS.items():
+        reference, model = seeded(make).eval(), seeded(make).eval()
+        for layer in getattr(model, "layers", ()):
+            fully_shard(layer)
+        fully_shard(model)
+        for mode in (torch.inference_mode, torch.no_grad):
+            for step in range(2):
+                with mode():
+                    batch = mine(rows(step, 3, 8))
+                    assert torch.equal(call(model, batch), call(reference, batch)), (name, mode, step)
+        for module in (model, reference):
+            call(module.train(), mine(rows(0, 3, 8))).pow(2).sum().backward()
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.sub_(1)
+        with torch.inference_mode(), FastKernels() as kernels:
+            batch = mine(rows(2, 3, 8))
+            assert torch.equal(call(model.eval(), batch), call(reference.eval(), batch)), name
+        assert kernels.count > 0 and kernels.count % 2 == 0, f"{name}: {kernels.count}, of both modules"

@@ -1,4 +1,4 @@
-"""Options and setters: what they do to numbers, and side by side with PyTorch's own fully_shard."""
+"""Options and setters: what they do to numbers, and when."""
 
 import itertools
 
@@ -7,12 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 import libfsdp
 from harness import on_ranks
-from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from libfsdp import OffloadPolicy, fully_shard
 from subjects import (
     check_same,
     check_training,
@@ -26,93 +25,6 @@ from subjects import (
     shard_with,
     whole,
 )
-
-
-def largest_dim(parameter):
-    return Shard(max(range(parameter.ndim), key=lambda dim: parameter.shape[dim]))
-
-
-def train(model, steps=3, accumulate=1, clip=None, scaler=None):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
-    losses = []
-    for step in range(steps):
-        for part in range(accumulate):
-            last = part == accumulate - 1
-            model.set_requires_gradient_sync(last)
-            model.set_is_last_backward(last)
-            loss = loss_of(model, mine(rows(step * accumulate + part, 4)))
-            (scaler.scale(loss) if scaler else loss).backward()
-            losses.append(loss.item())
-        if scaler:
-            scaler.unscale_(optimizer)
-        if clip:
-            losses.append(whole(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)).item())
-        if scaler:
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
-BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-ALONE = {
-    "defaults": {},
-    "keep": dict(reshard_after_forward=False),
-    "reshard": dict(reshard_after_forward=True),
-    "largest dim": dict(shard_placement_fn=largest_dim),
-    "offload": dict(offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "bfloat16": dict(mp_policy=BFLOAT16),
-    "bfloat16 reduction": dict(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
-    "outputs": dict(mp_policy=MixedPrecisionPolicy(output_dtype=torch.float32)),
-    "low reduction": dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
-}
-TOGETHER = {
-    "all": dict(
-        reshard_after_forward=True, shard_placement_fn=largest_dim, offload_policy=CPUOffloadPolicy(pin_memory=False),
-        mp_policy=BFLOAT16,
-    ),
-    "keep and cast": dict(reshard_after_forward=False, mp_policy=BFLOAT16),
-}
-
-
-def check_as_pytorch(name, options, accumulate, clip):
-    """Same seed, same options, side by side. In bfloat16 PyTorch and the shared-memory group add in other orders."""
-    ours = shard_with(fully_shard, seeded(even), **options)
-    theirs = shard_with(torch_fsdp.fully_shard, seeded(even), **options)
-    got, expected = train(ours, 2, accumulate, clip), train(theirs, 2, accumulate, clip)
-    low = "mp_policy" in options and name != "outputs"
-    bound = dict(rtol=2e-2, atol=2e-2) if low else dict(rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), msg=lambda m: f"{name}: {m}", **bound)
-    for (path, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert p.placements == q.placements and p.to_local().shape == q.to_local().shape, (name, path)
-        torch.testing.assert_close(whole(p), whole(q), msg=lambda m: f"{name} {path}: {m}", **bound)
-
-
-@on_ranks(2, 4)
-def test_as_pytorch_trains():
-    for name, options in (ALONE | TOGETHER).items():
-        check_as_pytorch(name, options, 1, None)
-        check_as_pytorch(name, options, 2, 0.5)
-
-
-@on_ranks(4)
-def test_as_pytorch_trains_on_hybrid_meshes():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for name, options in (ALONE | TOGETHER).items():
-        check_as_pytorch(name, dict(options, mesh=mesh), accumulate=2, clip=0.5)
-
-
-@on_ranks(2, comm=("gloo",))
-def test_as_pytorch_trains_bit_for_bit():
-    """Over Gloo with two ranks there is one order of additions, and a division by two is exact."""
-    for options in ({}, dict(reshard_after_forward=False), dict(shard_placement_fn=largest_dim)):
-        ours, theirs = shard_with(fully_shard, seeded(even), **options), seeded(even)
-        shard_with(torch_fsdp.fully_shard, theirs, **options)
-        assert train(ours) == train(theirs)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(whole(p), whole(q))
 
 
 @on_ranks(4, comm=("shm", "gloo"))
@@ -187,11 +99,24 @@ def test_frozen_parameters():
         check_training(model, reference, loss_of, (5,), exact=True, steps=2)
 
 
+def train_scaled(model, scaler, steps=3):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    losses = []
+    for step in range(steps):
+        loss = loss_of(model, mine(rows(step, 4)))
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 @on_ranks(2)
 def test_grad_scaler():
     ours, theirs = shard_with(fully_shard, seeded(even)), shard_with(torch_fsdp.fully_shard, seeded(even))
     scalers = [torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=1) for _ in range(2)]
-    assert train(ours, scaler=scalers[0]) == pytest.approx(train(theirs, scaler=scalers[1]), rel=1e-5)
+    assert train_scaled(ours, scalers[0]) == pytest.approx(train_scaled(theirs, scalers[1]), rel=1e-5)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 64.0 * 8
     optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
     before = [whole(p).clone() for p in ours.parameters()]

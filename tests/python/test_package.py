@@ -3,7 +3,9 @@
 import ast
 import importlib.metadata
 import importlib.util
+import os
 import pathlib
+import shutil
 import subprocess
 import sys
 
@@ -70,6 +72,35 @@ def test_a_build_names_a_torch_that_is_missing_or_too_old(monkeypatch):
         backend.build_editable("nowhere")
 
 
+ALONE = """
+import sys
+import torch, torch.distributed as dist
+import libfsdp
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+libfsdp.fully_shard(torch.nn.Linear(2, 2))(torch.rand(1, 2)).sum().backward()
+mapped = {line.split()[-1] for line in open("/proc/self/maps") if "libfsdp" in line}
+assert len(mapped) == 2 and all(path.startswith(sys.argv[1]) for path in mapped), mapped
+from libfsdp.__main__ import cmake_dir
+assert (cmake_dir() / "fsdpConfig.cmake").is_file()
+"""
+
+
+def test_an_installation_works_by_itself(tmp_path, monkeypatch):
+    """What a wheel has: the library as CMake installs it, the extension, the Python files."""
+    if not os.environ.get("FSDP_BIN"):
+        pytest.skip("there is no build to install from (FSDP_BIN)")
+    build = pathlib.Path(os.environ["FSDP_BIN"]).resolve().parent
+    package = tmp_path / "libfsdp"
+    for component in ("Unspecified", "python"):
+        install = ["cmake", "--install", build, "--prefix", package, "--component", component]
+        subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
+    if (package / "lib64").exists():
+        (package / "lib64").rename(package / "lib")  # where the wheel's build puts it
+    shutil.copytree(pathlib.Path(__file__).parents[2] / "python" / "libfsdp", package, dirs_exist_ok=True)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, timeout=60)
+
+
 def test_exports():
     names = (
         "fully_shard FSDPModule UnshardHandle register_fsdp_forward_method MixedPrecisionPolicy OffloadPolicy "
@@ -120,6 +151,23 @@ def test_type_stubs_name_what_is_there():
             members |= {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
             public = {member for member in vars(thing) if not member.startswith("_")}
             assert public == {member for member in members if not member.startswith("_")}, name
+
+
+def test_type_stubs_of_fully_shard_have_its_parameters():
+    import inspect
+
+    stub = ast.parse((pathlib.Path(libfsdp.__file__).parent / "_fully_shard.pyi").read_text()).body
+    (protocol,) = (node for node in stub if isinstance(node, ast.ClassDef))
+    overloads = [item for item in protocol.body if getattr(item, "name", "") == "__call__"]
+    expected = list(inspect.signature(fully_shard).parameters)
+    for call in overloads:
+        names = [argument.arg for argument in (*call.args.args, *call.args.kwonlyargs)]
+        assert names == ["self", *expected]
+    results = {ast.unparse(call.args.args[1].annotation): ast.unparse(call.returns) for call in overloads}
+    assert results == {"nn.Module": "FSDPModule", "list[nn.Module]": "list[FSDPModule]"}
+    declared = {node.name for node in stub if isinstance(node, ast.FunctionDef)}
+    assert declared == {"register_fsdp_forward_method", "share_comm_ctx"}
+    assert {item.name for item in protocol.body if isinstance(item, ast.FunctionDef)} == {"__call__", "state"}
 
 
 @on_ranks(2, comm=("shm",))

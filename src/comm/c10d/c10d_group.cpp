@@ -48,14 +48,34 @@ at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device de
   return tensor.to(device);
 }
 
-std::vector<int> ranks_of_color(const std::vector<std::string>& colors, const std::string& color) {
+/// What each rank says when a group is split.
+struct Wish {
+  int color;
+  int64_t number; ///< the first rank's names the split
+
+  static Wish parse(const std::string& text) {
+    return {.color = std::stoi(text), .number = std::stoll(text.substr(text.find(' ')))};
+  }
+  std::string str() const {
+    return c10::str(color, ' ', number);
+  }
+};
+
+std::vector<int> ranks_of_color(const std::vector<std::string>& wishes, int color) {
   std::vector<int> ranks;
-  for (size_t rank = 0; rank < colors.size(); ++rank) {
-    if (colors[rank] == color) {
+  for (size_t rank = 0; rank < wishes.size(); ++rank) {
+    if (Wish::parse(wishes[rank]).color == color) {
       ranks.push_back(static_cast<int>(rank));
     }
   }
   return ranks;
+}
+
+/// No split of the process group has had it, nor one through a `Group` that is gone: what those left in the store stays
+/// there, and a rank that read it would look for its peers at addresses of the past.
+int64_t new_split_number(const c10d::ProcessGroup& process_group) {
+  const auto store = process_group.getStore();
+  return store ? store->add("libfsdp/splits", 1) : 0;
 }
 
 /// Memory of the backend for the buffer's device; LibTorch's where that backend has none or is not to be found.
@@ -177,31 +197,29 @@ std::vector<std::string> C10dGroup::exchange(const std::string& bytes, const Lab
 }
 
 std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
-  const auto members = ranks_of_color(exchange(std::to_string(color), label), std::to_string(color));
-  ++splits_;
+  const Wish mine{.color = color, .number = rank() == 0 ? new_split_number(*channel_->process_group()) : 0};
+  const auto wishes = exchange(mine.str(), label);
+  const auto members = ranks_of_color(wishes, color);
   if (members.size() == 1) {
     return group_of_one();
   }
-  return c10d_group(split_process_group(members, label), options_);
+  const std::string part = c10::str(Wish::parse(wishes.front()).number, "/", members.front());
+  return c10d_group(split_process_group(members, part, label), options_);
 }
 
-ProcessGroupPtr C10dGroup::split_process_group(const std::vector<int>& members, const Label& label) {
+ProcessGroupPtr C10dGroup::split_process_group(
+    const std::vector<int>& members, const std::string& part, const Label& label) {
   const auto& parent = channel_->process_group();
   if (options_.make_process_group) {
-    const auto prefix = c10::str("split/", splits_, "/", members.front());
     const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
-    const auto store = c10::make_intrusive<c10d::PrefixStore>(prefix, parent->getStore());
+    const auto store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, parent->getStore());
     return options_.make_process_group(store, static_cast<int>(index), static_cast<int>(members.size()));
   }
   try {
     // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
     FSDP_CHECK(parent->getDefaultBackend()->supportsSplitting(), "its backend does not support splitting");
     return parent->splitGroup(
-        members,
-        options_.timeout,
-        std::nullopt,
-        c10::str("libfsdp/", parent->getGroupName(), "/", splits_, "/", members.front()),
-        std::nullopt);
+        members, options_.timeout, std::nullopt, c10::str("libfsdp/", parent->getGroupName(), "/", part), std::nullopt);
   } catch (const std::exception& error) {
     fail(
         "[",

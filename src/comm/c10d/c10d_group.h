@@ -37,11 +37,11 @@ class C10dGroup final : public Group {
   }
 
  private:
-  ProcessGroupPtr split_process_group(const std::vector<int>& members, const Label& label);
+  /// `part`: a name for it within this process group.
+  ProcessGroupPtr split_process_group(const std::vector<int>& members, const std::string& part, const Label& label);
 
   std::shared_ptr<adapter::Channel> channel_;
   C10dOptions options_;
-  int splits_ = 0; // numbers the stores of the groups split off
 };
 
 } // namespace fsdp
