@@ -131,7 +131,7 @@ TEST(C10dForeign, EachGroupOfAProcessGroupSplitsAnew) {
   on_processes(4, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    const auto process_group = make_process_group(rendezvous, launch, kAsItIs);
+    const auto process_group = make_process_group(rendezvous, launch, &as_it_is);
     for (int round = 0; round < 6; ++round) {
       const auto group = Group::from(process_group);
       gather_and_reduce(group->split(/*color=*/0, kTest));
