@@ -293,7 +293,9 @@ TEST(MemoryOfProcesses, ParametersAreThereOnceAndAllGoesWithTheModel) {
       model->forward(input).sum().backward();
       EXPECT_GT(memory_of_ranks() - start, 64 + 60) << "with gradients";
     }
+#ifndef __SANITIZE_THREAD__ // which keeps memory of its own for what was freed
     EXPECT_LT(memory_of_ranks() - start, 8);
+#endif
     shutdown();
   });
 }
