@@ -132,7 +132,10 @@ class TrainGpt(unittest.TestCase):
 
     def test_a_terminal_gets_a_bar(self):
         run = Run(self, "--steps", STEPS)
-        ours, theirs = pty.openpty()
+        try:
+            ours, theirs = pty.openpty()
+        except OSError as error:  # a chroot without /dev/pts
+            self.skipTest(f"no terminals here: {error}")
         process = subprocess.Popen(
             support.command("train_gpt", *run.options), env=support.environment(), stdout=theirs, close_fds=True
         )
