@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import rows
 
+ROWS = ["memory_pss_117m_vs_fsdp2", "memory_pss_117m_vs_bound"]
+CONTENDERS = ("ours", "fsdp2")
 STEPS = 2
 MIB = 1 << 20
 
@@ -39,12 +41,13 @@ def peak_during(team, action) -> int:
     return highest
 
 
-def measure(teams: dict, idle: dict[str, int], scenario, say) -> Iterator[rows.Row]:
+def measure(teams: dict, idle: dict[str, int], scenario: str, say) -> Iterator[rows.Row]:
     peaks = {}
-    for name in (scenario.ours, "fsdp2"):
-        say(f"{scenario.name}: memory of {name}")
+    for name in CONTENDERS:
+        say(f"{scenario}: memory of {name}")
         peak = peak_during(teams[name], lambda team=teams[name]: team.ask("steps", count=STEPS))
         peaks[name] = (peak - idle[name]) / MIB
-    yield rows.times_better("memory_pss_117m_vs_fsdp2", "MiB", [peaks[scenario.ours]], [peaks["fsdp2"]], 1.35)
-    bound = sum(teams[scenario.ours].ask("bound")) / MIB
-    yield rows.at_most("memory_pss_117m_vs_bound", "MiB", [peaks[scenario.ours]], [bound], 1.05)
+    against_fsdp2, against_bound = ROWS
+    yield rows.times_better(against_fsdp2, "MiB", [peaks["ours"]], [peaks["fsdp2"]], 1.35)
+    bound = sum(teams["ours"].ask("bound")) / MIB
+    yield rows.at_most(against_bound, "MiB", [peaks["ours"]], [bound], 1.05)

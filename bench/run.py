@@ -1,6 +1,6 @@
 """Measures libfsdp beside PyTorch, on this machine, in one run, in turns.
 
-    make bench                         # everything, 15 to 20 minutes on two cores
+    make bench                         # everything, about 15 minutes on two cores
     make bench ONLY=step_34m           # the rows whose names contain this
 """
 
@@ -33,16 +33,20 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measurements(wanted: Callable[[str], bool]) -> list[tuple[list[str], Callable]]:
-    """(names of its rows, what measures them)"""
+    """(names of its rows, what measures them), of those in which some row is wanted"""
 
     def of(scenario: steps.Scenario) -> Callable:
         return lambda build, scratch, say: steps.measure(scenario, wanted, build, scratch, say)
 
     everything = [(steps.names(scenario), of(scenario)) for scenario in steps.scenarios()] + small.MEASUREMENTS
-    if importlib.util.find_spec("libfsdp"):
-        return everything
-    print("The Python package is not built for this Python: rows named python_... are left out.", file=sys.stderr)
-    return [entry for entry in everything if not entry[0][0].startswith("python_")]
+    return [(names, measure) for names, measure in everything if any(map(wanted, names))]
+
+
+def chooser(only: str) -> Callable[[str], bool]:
+    has_package = importlib.util.find_spec("libfsdp")
+    if not has_package:
+        print("The Python package is not built for this Python: rows named python_... are left out.", file=sys.stderr)
+    return lambda name: only in name and (has_package or not name.startswith("python_"))
 
 
 class Progress:
@@ -62,10 +66,8 @@ class Progress:
 
 
 def measure_all(arguments: argparse.Namespace) -> Iterator[rows.Row]:
-    def wanted(name: str) -> bool:
-        return arguments.only in name
-
-    chosen = [(names, measure) for names, measure in measurements(wanted) if any(map(wanted, names))]
+    wanted = chooser(arguments.only)
+    chosen = measurements(wanted)
     say = Progress(len(chosen))
     with tempfile.TemporaryDirectory() as scratch:
         for say.done, (_, measure) in enumerate(chosen):
@@ -100,20 +102,20 @@ def main() -> int:
         print("\n".join(name for names, _ in measurements(lambda _: True) for name in names))
         return 0
     results: list[rows.Row] = []
+    file = arguments.build / "bench" / "results.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     print(table.HEAD)
     try:
         for row in measure_all(arguments):
             results.append(row)
             print(table.line(row), flush=True)
+            file.write_text(json.dumps([*map(dataclasses.asdict, results), machine()], indent=1) + "\n")
     except Failed as failure:
         print(f"\nThe benchmark failed.\n{failure}", file=sys.stderr)
         return 1
     if not results:
         print(f"no row is named like '{arguments.only}': --list names them", file=sys.stderr)
         return 2
-    file = arguments.build / "bench" / "results.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps([*map(dataclasses.asdict, results), machine()], indent=1) + "\n")
     print(f"\n{table.summary(results)}\nAll samples: {file}")
     return 0
 

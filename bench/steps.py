@@ -2,10 +2,13 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
 import pathlib
 import sys
+import time
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import memory
 import rows
@@ -13,20 +16,31 @@ from team import Failed, Team
 
 LOSSES_AGREE = 1e-4
 STEPS_OF_TOKENS = 16
-CEILINGS = ("compute", "ours")
-"""What ours should hardly take longer than; all others should take several times as long as ours."""
+SLOW_STEP_SECONDS = 3
+"""A contender that takes longer than that is measured one step a turn; quicker ones take two."""
+ENOUGH_SECONDS = 75
+"""After that long no new round begins. Where one round takes that long, the first one counts, warm-up or not."""
+
+
+class Compared(NamedTuple):
+    """A row: one contender beside another."""
+
+    name: str
+    theirs: str
+    target: float | None = None
+    ours: str = "ours"
+    compare: Callable[..., rows.Row] = rows.times_better
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """One training set-up, and what is compared in it: (row's suffix, contender, target)."""
+    """One training set-up, and what is compared in it."""
 
     name: str
     width: int
     layers: int
     batch: int
-    compared: tuple[tuple[str, str, float | None], ...]
-    ours: str = "ours"
+    compared: tuple[Compared, ...] = ()
     sequence: int = 128
     ranks: int = 2
     param_dtype: str = ""
@@ -34,10 +48,6 @@ class Scenario:
     offload: bool = False
     rounds: int = 4
     memory: bool = False
-
-    def row_name(self, suffix: str) -> str:
-        prefix = "python_" if self.ours == "python" else ""
-        return f"{prefix}{self.name}{suffix}"
 
 
 BIG = {"width": 1024, "layers": 8, "batch": 1}
@@ -47,45 +57,58 @@ SMALL = {"width": 128, "layers": 15, "batch": 1}
 
 
 def scenarios() -> list[Scenario]:
+    at_most = {"compare": rows.at_most}
+    in_python = {"ours": "python"}
     return [
         Scenario(
-            "step_117m",
+            "117 M",
             **BIG,
             compared=(
-                ("_2ranks_vs_fsdp2", "fsdp2", 3.8),
-                ("_2ranks_vs_fsdp1", "fsdp1", 3.5),
-                ("_2ranks_vs_ddp", "ddp", 1.8),
-                ("_vs_compute", "compute", 1.0),
+                Compared("step_117m_2ranks_vs_fsdp2", "fsdp2", 3.8),
+                Compared("step_117m_2ranks_vs_fsdp1", "fsdp1", 3.5),
+                Compared("step_117m_2ranks_vs_ddp", "ddp", 1.8),
+                Compared("step_117m_vs_compute", "compute", 1.0, **at_most),
+                Compared("python_step_117m_vs_fsdp2", "fsdp2", 3.5, **in_python),
             ),
             memory=True,
         ),
         Scenario(
-            "step_34m",
+            "34 M",
             **MIDDLE,
-            compared=(
-                ("_2ranks_vs_fsdp2", "fsdp2", 2.7),
-                ("_2ranks_vs_fsdp1", "fsdp1", 2.4),
-                ("_2ranks_vs_ddp", "ddp", 1.5),
-                ("_vs_compute", "compute", 1.0),
-            ),
             rounds=7,
+            compared=(
+                Compared("step_34m_2ranks_vs_fsdp2", "fsdp2", 2.7),
+                Compared("step_34m_2ranks_vs_fsdp1", "fsdp1", 2.4),
+                Compared("step_34m_2ranks_vs_ddp", "ddp", 1.5),
+                Compared("step_34m_vs_compute", "compute", 1.0, **at_most),
+                Compared("python_step_34m_vs_fsdp2", "fsdp2", 2.4, **in_python),
+            ),
         ),
-        Scenario("step_34m_1rank", **MIDDLE, ranks=1, rounds=7, compared=(("_vs_compute", "compute", 1.03),)),
-        Scenario("step_117m_4ranks", **BIG, ranks=4, rounds=2, compared=(("_vs_fsdp2", "fsdp2", 3.0),)),
-        Scenario("step_117m_bf16", **BIG, param_dtype="bfloat16", rounds=2, compared=(("_vs_fsdp2", "fsdp2", 2.5),)),
-        Scenario("step_117m_accumulate4", **BIG, accumulate=4, rounds=2, compared=(("_vs_fsdp2", "fsdp2", None),)),
-        Scenario("step_117m_offload", **BIG, offload=True, rounds=2, compared=(("_vs_fsdp2", "fsdp2", None),)),
-        Scenario("small_step", **SMALL, rounds=9, compared=(("", "fsdp2", 4.0),)),
-        Scenario("trace_on_overhead", **SMALL, ours="traced", rounds=15, compared=(("", "ours", 1.05),)),
-        Scenario("step_117m", **BIG, ours="python", compared=(("_vs_fsdp2", "fsdp2", 3.5),)),
-        Scenario("step_34m", **MIDDLE, ours="python", rounds=7, compared=(("_vs_fsdp2", "fsdp2", 2.4),)),
-        Scenario("small_step", **SMALL, ours="python", rounds=9, compared=(("_vs_fsdp2", "fsdp2", 5.0),)),
+        one("step_34m_1rank_vs_compute", "compute", 1.03, **at_most)(**MIDDLE, ranks=1, rounds=7),
+        one("step_117m_4ranks_vs_fsdp2", "fsdp2", 3.0)(**BIG, ranks=4, rounds=3),
+        one("step_117m_bf16_vs_fsdp2", "fsdp2", 2.5)(**BIG, param_dtype="bfloat16", rounds=3),
+        one("step_117m_accumulate4_vs_fsdp2", "fsdp2")(**BIG, accumulate=4, rounds=3),
+        one("step_117m_offload_vs_fsdp2", "fsdp2")(**BIG, offload=True, rounds=3),
+        Scenario(
+            "5 M",
+            **SMALL,
+            rounds=15,
+            compared=(
+                Compared("small_step", "fsdp2", 4.0),
+                Compared("python_small_step_vs_fsdp2", "fsdp2", 5.0, **in_python),
+                Compared("trace_on_overhead", "ours", 1.05, ours="traced", **at_most),
+            ),
+        ),
     ]
 
 
+def one(*compared, **how) -> Callable[..., Scenario]:
+    """A scenario of one row, which bears its name."""
+    return functools.partial(Scenario, compared[0], compared=(Compared(*compared, **how),))
+
+
 def names(scenario: Scenario) -> list[str]:
-    memory_rows = ["memory_pss_117m_vs_fsdp2", "memory_pss_117m_vs_bound"] if scenario.memory else []
-    return [scenario.row_name(suffix) for suffix, _, _ in scenario.compared] + memory_rows
+    return [compared.name for compared in scenario.compared] + (memory.ROWS if scenario.memory else [])
 
 
 class Work:
@@ -126,45 +149,49 @@ class Work:
 
 def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator:
     work = Work(scenario, scratch)
-    compared = [entry for entry in scenario.compared if wanted(scenario.row_name(entry[0]))]
-    with_memory = scenario.memory and any(wanted(name) for name in names(scenario)[len(scenario.compared) :])
-    contenders = [scenario.ours, *dict.fromkeys(contender for _, contender, _ in compared)]
-    if with_memory and "fsdp2" not in contenders:
-        contenders.append("fsdp2")
+    compared = [row for row in scenario.compared if wanted(row.name)]
+    with_memory = scenario.memory and any(map(wanted, memory.ROWS))
+    contenders = dict.fromkeys(name for row in compared for name in (row.ours, row.theirs))
+    if with_memory:
+        contenders |= dict.fromkeys(memory.CONTENDERS)
     with contextlib.ExitStack() as stack:
         teams, idle = {}, {}
         for contender in contenders:
+            say(f"{scenario.name}: {contender} starts")
             teams[contender] = stack.enter_context(work.team(contender, build)).ready()
             idle[contender] = memory.pss(teams[contender].pids())
             teams[contender].ask("start")
         seconds = take_turns(teams, scenario, say) if compared else {}
-        for suffix, contender, target in compared:
-            compare = rows.at_most if contender in CEILINGS else rows.times_better
-            milliseconds = [[1e3 * second for second in seconds[name]] for name in (scenario.ours, contender)]
-            yield compare(scenario.row_name(suffix), "ms/step", *milliseconds, target)
+        for row in compared:
+            milliseconds = [[1e3 * second for second in seconds[name]] for name in (row.ours, row.theirs)]
+            yield row.compare(row.name, "ms/step", *milliseconds, row.target)
         if with_memory:
-            yield from memory.measure(teams, idle, scenario, say)
+            yield from memory.measure(teams, idle, scenario.name, say)
 
 
 def take_turns(teams: dict[str, Team], scenario: Scenario, say) -> dict[str, list[float]]:
     """Seconds a step, by contender and round. The first round warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in teams}
-    for turn in range(scenario.rounds + 1):
+    rounds: list[dict[str, float]] = []
+    steps_a_turn = 1
+    start = time.monotonic()
+    while len(rounds) <= scenario.rounds and time.monotonic() - start < ENOUGH_SECONDS:
+        rounds.append({})
         losses = {}
         for name, team in teams.items():
-            say(f"{scenario.name}: {name}, round {turn} of {scenario.rounds}")
-            answers = team.ask("steps", count=2)
+            say(f"{scenario.name}: {name}, round {len(rounds) - 1} of {scenario.rounds}")
+            answers = team.ask("steps", count=steps_a_turn)
             losses[name] = [answer["losses"] for answer in answers]
-            if turn > 0:
-                seconds[name].append(max(answer["seconds"] for answer in answers))
+            rounds[-1][name] = max(answer["seconds"] for answer in answers)
         expect_agreement(scenario, losses)
-    return seconds
+        steps_a_turn = 1 if max(rounds[-1].values()) > SLOW_STEP_SECONDS else 2
+    measured = rounds[1:] or rounds
+    return {name: [turn[name] for turn in measured] for name in teams}
 
 
 def expect_agreement(scenario: Scenario, losses: dict[str, list[list[float]]]) -> None:
     """Contenders that do not compute the same are not compared. ("compute" updates each rank's share only.)"""
-    reference = losses[scenario.ours]
+    first, reference = next(iter(losses.items()))
     for name, theirs in losses.items():
         for a, b in zip(sum(reference, []), sum(theirs, []), strict=True):
             if name != "compute" and not math.isclose(a, b, rel_tol=LOSSES_AGREE):
-                raise Failed(f"{scenario.name}: the loss of {name} is {b}, that of {scenario.ours} {a}")
+                raise Failed(f"{scenario.name}: the loss of {name} is {b}, that of {first} {a}")

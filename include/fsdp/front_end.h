@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <functional>
 #include <memory>
 #include <string>
@@ -47,9 +48,11 @@ FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.
 FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
 
+/// What the program's language wants. Once, before all else.
 /// A lock that the program may hold when it calls the library (Python's GIL): `let_go` gives it up if this thread holds
-/// it, and returns null if not; `take_back` is given what `let_go` returned. Around all waiting. Once, before all else.
-FSDP_API void set_callers_lock(void* (*let_go)(), void (*take_back)(void* token));
+/// it, and returns null if not; `take_back` is given what `let_go` returned. Around all waiting.
+/// `raise` throws an Error found in the middle of an operator in a form that torch hands on to the program as it is.
+FSDP_API void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)(std::exception_ptr error));
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);

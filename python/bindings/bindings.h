@@ -1,5 +1,6 @@
 #pragma once
 
+#include <exception>
 #include <memory>
 #include <utility>
 
@@ -24,6 +25,9 @@ void bind_policy(py::module_& m);
 void bind_sharded_tensor(py::module_& m);
 void bind_summon(py::module_& m);
 void bind_trace(py::module_& m);
+
+/// Throws an Error of the library as a Python exception that torch hands on as it is.
+[[noreturn]] void raise_in_python(std::exception_ptr error);
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 

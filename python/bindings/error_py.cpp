@@ -1,12 +1,49 @@
+#include <torch/csrc/Exceptions.h>
+
 #include <fsdp/error.h>
 
 #include "bindings.h"
 
 namespace fsdp::python {
 
+namespace {
+
+// Never dropped: the module that they belong to is not either.
+PyObject* error_type = nullptr;
+PyObject* comm_error_type = nullptr;
+
+void set_python_error(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const CommError& comm_error) {
+    PyErr_SetString(comm_error_type, comm_error.what());
+  } catch (const Error& other) {
+    PyErr_SetString(error_type, other.what());
+  } catch (python_error& from_python) {
+    from_python.restore();
+  }
+}
+
+} // namespace
+
+void raise_in_python(std::exception_ptr error) {
+  py::gil_scoped_acquire gil;
+  set_python_error(std::move(error));
+  python_error raised;
+  raised.persist();
+  throw raised;
+}
+
 void bind_error(py::module_& m) {
-  auto& error = py::register_exception<Error>(m, "Error", PyExc_RuntimeError);
-  py::register_exception<CommError>(m, "CommError", error);
+  py::exception<Error> error(m, "Error", PyExc_RuntimeError);
+  py::exception<CommError> comm_error(m, "CommError", error);
+  error_type = error.inc_ref().ptr();
+  comm_error_type = comm_error.inc_ref().ptr();
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    if (error) {
+      set_python_error(std::move(error));
+    }
+  });
 }
 
 } // namespace fsdp::python

@@ -6,7 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "engine/in_place_readers.h"
 #include "engine/unit.h"

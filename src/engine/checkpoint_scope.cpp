@@ -4,6 +4,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 
+#include "base/caller.h"
 #include "engine/runtime.h"
 
 namespace fsdp::engine {
@@ -33,7 +34,7 @@ CheckpointBackward::CheckpointBackward() : outer_(waiting) {
     torch::autograd::Engine::get_default_engine().queue_callback([runtimes = waiting] {
       for (const auto& weak : *runtimes) {
         if (auto runtime = weak.lock()) {
-          runtime->end_backward();
+          called_by_torch([&] { runtime->end_backward(); });
         }
       }
     });

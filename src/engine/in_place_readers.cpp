@@ -5,7 +5,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine::in_place_readers {

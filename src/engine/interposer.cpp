@@ -9,7 +9,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
@@ -215,8 +215,10 @@ void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr};
-  see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
-  touch(call);
+  called_by_torch([&] {
+    see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
+    touch(call);
+  });
   if (call.traits.dtypes_must_agree && call.first_handle != nullptr) {
     const auto& precision = call.first_handle->unit().precision();
     if (precision.param_dtype && precision.cast_forward_inputs) {

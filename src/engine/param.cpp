@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "base/caller.h"
 #include "base/check.h"
 #include "base/view_into.h"
 #include "engine/bucket.h"
@@ -22,6 +23,9 @@ namespace {
 struct GradientHook : torch::autograd::PostAccumulateGradHook {
   explicit GradientHook(Param* param) : param(param), unit(param->unit().weak_from_this()), name(param->name()) {}
   void operator()(const torch::autograd::Variable& handle) override {
+    called_by_torch([&] { arrived(handle); });
+  }
+  void arrived(const at::Tensor& handle) {
     const auto alive = unit.lock(); // the handle's storage keeps it, unless the tensor was given another
     FSDP_CHECK(
         alive && !param->handle_was_replaced(),

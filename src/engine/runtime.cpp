@@ -5,7 +5,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "base/tracing.h"
 #include "engine/checkpoint_scope.h"
@@ -214,7 +214,7 @@ void Runtime::begin_backward() {
   }
   torch::autograd::Engine::get_default_engine().queue_callback([weak = std::weak_ptr<Runtime>(self)] {
     if (auto runtime = weak.lock()) {
-      runtime->end_backward();
+      called_by_torch([&] { runtime->end_backward(); });
     }
   });
 }

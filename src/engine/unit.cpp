@@ -4,7 +4,7 @@
 
 #include <ATen/ops/empty_strided.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "base/format.h"
 #include "base/tracing.h"

@@ -1,6 +1,6 @@
 #include <fsdp/front_end.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -39,8 +39,8 @@ at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   return param.piece_of(whole);
 }
 
-void set_callers_lock(void* (*let_go)(), void (*take_back)(void* token)) {
-  set_callers_lock(CallersLock{let_go, take_back});
+void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)(std::exception_ptr error)) {
+  set_caller(Caller{let_go, take_back, raise});
 }
 
 void copy_settings(const FSDPModule& from, const FSDPModule& to) {

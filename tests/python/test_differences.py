@@ -43,7 +43,7 @@ def test_writes_and_summons_between_a_forward_and_its_backward():
     model, reference = shard_with(fully_shard, seeded(mlp)), seeded(mlp)
 
     def check_refused():
-        with pytest.raises(RuntimeError, match="'0.weight' was written between the beginning.*reset_iter_state"):
+        with pytest.raises(libfsdp.Error, match="'0.weight' was written between the beginning.*reset_iter_state"):
             with torch.no_grad():
                 model[0].weight.zero_()
         with pytest.raises(libfsdp.Error, match="called between the beginning of a forward.*reset_iter_state"):

@@ -438,5 +438,5 @@ def test_describe():
 def test_data_put_in_a_parameters_place_are_an_error_in_backward():
     model = fully_shard(nn.Linear(4, 4))
     model.weight.data = torch.ones(4, 4)
-    with pytest.raises(RuntimeError, match="the data of 'weight' were replaced"):
+    with pytest.raises(libfsdp.Error, match="the data of 'weight' were replaced"):
         model(torch.ones(2, 4)).sum().backward()

@@ -9,7 +9,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/log.h"
 #include "base/view_into.h"
 #include "comm/c10d/copy_each.h"

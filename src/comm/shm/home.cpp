@@ -3,7 +3,7 @@
 
 #include <ATen/ops/from_blob.h>
 
-#include "base/callers_lock.h"
+#include "base/caller.h"
 #include "base/check.h"
 #include "comm/arguments.h"
 #include "comm/shm/arena.h"

@@ -1,0 +1,91 @@
+"""What goes wrong in the middle of PyTorch's operators reaches Python as the library's own exceptions."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import libfsdp
+from harness import on_ranks
+from libfsdp import fully_shard
+
+A_RANK = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import libfsdp
+rank, moment, means, store = int(sys.argv[1]), *sys.argv[2:]
+dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+libfsdp.use_shared_memory(means == "shm")
+units = [libfsdp.fully_shard(torch.nn.Linear(4, 4)) for _ in range(3)]
+model = libfsdp.fully_shard(torch.nn.Sequential(*units))
+
+def die(now):
+    if rank == 1 and now == moment and step == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def between(gradient):
+    die("backward")
+
+try:
+    for step in range(4):
+        x = units[0](torch.ones(1, 4))
+        die("forward")
+        x.register_hook(between)
+        model[1:](x).sum().backward()
+        die("optimizer")
+        libfsdp.clip_grad_norm_(model, 1.0)
+except libfsdp.CommError as error:
+    print("found:", error)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward", "optimizer"])
+@pytest.mark.parametrize("means", ["shm", "gloo"])
+def test_a_rank_that_dies_is_a_comm_error_on_the_others(means, moment, tmp_path):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", A_RANK, str(rank), moment, means, str(tmp_path / "store")],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said, _ = ranks[0].communicate(timeout=60)
+        assert ranks[1].wait(10) == -9
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert ranks[0].returncode == 0 and "found: [" in said, said
+    assert "rank 0" in said, said
+
+
+@on_ranks(2)
+def test_different_units_on_different_ranks_are_a_comm_error():
+    model = fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))))
+    start = time.monotonic()
+    with pytest.raises(libfsdp.CommError, match="rank 0.*'0'.*rank 1.*'1'|rank 1.*'1'.*rank 0.*'0'"):
+        model[torch.distributed.get_rank()](torch.ones(1, 4)).sum().backward()
+    assert time.monotonic() - start < 30
+
+
+@on_ranks(1)
+def test_a_mistake_in_an_operator_is_the_librarys_error():
+    model = fully_shard(nn.Linear(2, 2))
+    with pytest.raises(libfsdp.Error, match="was written between the beginning"):
+        model(torch.ones(1, 2))
+        with torch.no_grad():
+            model.weight.zero_()
+
+
+@on_ranks(1)
+def test_a_mistake_in_backward_is_the_librarys_error():
+    model = fully_shard(nn.Linear(2, 2))
+    weight = model.weight
+    loss = model(torch.ones(1, 2)).sum()
+    weight.data = torch.zeros(2, 2)
+    with pytest.raises(libfsdp.Error, match="the data of 'weight' were replaced"):
+        loss.backward()
