@@ -37,7 +37,9 @@ double time_step(LinearUnits& model, const torch::Tensor& x) {
 Json per_unit(const Json& request) {
   const int64_t units = request.at("units"), linears = request.at("linears"), repeats = request.at("repeats");
   LinearUnits sharded(units, linears), plain(units, linears);
+  NoOpBackend::answers = true;
   sharded->shard({.mesh = mesh_of_nobody(request.at("world"))});
+  NoOpBackend::answers = false;
   const auto x = torch::randn({4, kLinearWidth});
   std::vector<double> extra;
   for (int64_t i = -3; i < repeats; ++i) {

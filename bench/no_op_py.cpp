@@ -7,4 +7,5 @@ PYBIND11_MODULE(fsdp_bench_no_op, module) {
   module.def("make_backend", [](int rank, int size) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<bench::NoOpBackend>(rank, size);
   });
+  module.def("stop_answering", [] { bench::NoOpBackend::answers = false; });
 }

@@ -155,12 +155,14 @@ def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Pa
     if with_memory:
         contenders |= dict.fromkeys(memory.CONTENDERS)
     with contextlib.ExitStack() as stack:
-        teams, idle = {}, {}
+        teams = {}
         for contender in contenders:
             say(f"{scenario.name}: {contender} starts")
             teams[contender] = stack.enter_context(work.team(contender, build)).ready()
-            idle[contender] = memory.pss(teams[contender].pids())
-            teams[contender].ask("start")
+        idle = {name: memory.pss(team.pids()) for name, team in teams.items()}  # once all are there to share pages
+        for contender, team in teams.items():
+            say(f"{scenario.name}: {contender} shards the model")
+            team.ask("start")
         seconds = take_turns(teams, scenario, say) if compared else {}
         for row in compared:
             milliseconds = [[1e3 * second for second in seconds[name]] for name in (row.ours, row.theirs)]
