@@ -39,6 +39,10 @@ struct Piece {
   int64_t length(int rank) const {
     return std::min(numel, chunk * (rank + 1)) - begin(rank);
   }
+  /// Of so many ranks, the first, slices hold something.
+  int holders() const {
+    return chunk == 0 ? 0 : static_cast<int>((numel + chunk - 1) / chunk);
+  }
 };
 
 /// A running collective. Destroying it unfinished is allowed only after an error.

@@ -169,7 +169,7 @@ class PrivateGathered final : public Gathered {
       const int64_t bytes = plan_->sent.slice_bytes(i);
       const char* from = address(flat_) + plan_->sent.offset(i);
       char* to = address(wholes_) + plan_->wholes.offset(i);
-      for (int rank = 0; rank < plan_->size; ++rank) {
+      for (int rank = 0; rank < plan_->pieces[i].holders(); ++rank) {
         std::memcpy(to + rank * bytes, from + rank * plan_->sent.bytes(), bytes);
       }
     }

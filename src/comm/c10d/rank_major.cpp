@@ -46,7 +46,11 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
   const int64_t item = matrix.element_size();
   char* const base = static_cast<char*>(matrix.mutable_data_ptr());
   const auto pieces = pieces_of(args);
-  for (int rank = 0; rank < size_; ++rank) {
+  int holders = 0;
+  for (const Piece& piece : pieces) {
+    holders = std::max(holders, piece.holders());
+  }
+  for (int rank = 0; rank < holders; ++rank) {
     char* const row = base + rank * row_ * item;
     int64_t end = 0;
     const auto pad_to = [&](int64_t begin) { std::memset(row + end * item, 0, (begin - end) * item); };
@@ -61,6 +65,8 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
     }
     pad_to(row_);
   }
+  const int64_t row_bytes = row_ * item;
+  std::memset(base + holders * row_bytes, 0, (size_ - holders) * row_bytes);
 }
 
 bool RankMajor::cuts_as_chunk_does(const ReduceScatter& args) const {
