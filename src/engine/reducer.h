@@ -52,7 +52,7 @@ class Reducer {
   static void complete(Reduction& reduction);
 
   std::deque<std::unique_ptr<Reduction>> running_;
-  int64_t max_in_flight_ = 2; // the bound on memory: docs/decisions.md says what slower ranks add
+  int64_t max_in_flight_ = 1; // the bound on memory: docs/decisions.md says what slower ranks add
 };
 
 } // namespace fsdp::engine

@@ -72,7 +72,7 @@ TEST_P(FsdpModule, ReshardPoliciesChangeNoBit) {
 
 TEST_P(FsdpModule, SchedulingKnobsChangeNoBit) {
   train_with([](Subject& subject, FSDPModule& root) {
-    root.set_reduce_scatter_max_input_buffers(1);
+    root.set_reduce_scatter_max_input_buffers(2);
     root.set_separate_reduce_scatter_group(true);
     root.set_force_sum_reduction_for_comms(true);
     root.set_allocate_memory_from_process_group_for_comm(true);

@@ -12,8 +12,8 @@ namespace nn = torch::nn;
 
 class MemoryBound : public ::testing::TestWithParam<int> {};
 
-// At every event: at most two passing units and the prefetched one are whole besides those that stay, and at most two
-// reductions are in flight.
+// At every event: at most two passing units and the prefetched one are whole besides those that stay, and at most one
+// reduction is in flight.
 TEST_P(MemoryBound, HoldsAtEveryEvent) {
   for (int prefetch : {0, 1, 2}) {
     for (bool checkpointed : {false, true}) {
@@ -28,8 +28,8 @@ TEST_P(MemoryBound, HoldsAtEveryEvent) {
             EXPECT_LE(event.whole_units, 1 + 2 + prefetch);
             // The memory of a cast gather is shared by the ranks, and pieces are aligned to 64 bytes.
             EXPECT_LE(event.whole_bytes, (1 + 2 + prefetch) * (unit_bytes + 2 * 64));
-            EXPECT_LE(event.reducing, 2);
-            EXPECT_LE(event.gradient_bytes, 3 * unit_gradient + 4 * 4); // with the root's own
+            EXPECT_LE(event.reducing, 1);
+            EXPECT_LE(event.gradient_bytes, 2 * unit_gradient + 4 * 4); // with the root's own
           }
           EXPECT_EQ(stack.watched->events().back().whole_units, 0);
           EXPECT_EQ(stack.watched->events().back().whole_bytes, 0);
