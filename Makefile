@@ -29,7 +29,7 @@ train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--h
 test: build ## all tests
 	@scripts/test.sh release
 
-bench: setup ## measure libfsdp beside PyTorch, in 15 to 20 minutes: ONLY=name for some rows
+bench: setup ## measure libfsdp beside PyTorch, in about 15 minutes: ONLY=name for some rows
 	@bench/run
 
 asan: setup ## all tests with the address and undefined-behaviour sanitizers, in build-asan/

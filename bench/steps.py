@@ -95,6 +95,7 @@ def scenarios() -> list[Scenario]:
             rounds=15,
             compared=(
                 Compared("small_step", "fsdp2", 4.0),
+                Compared("small_step_vs_compute", "compute", **at_most),
                 Compared("python_small_step_vs_fsdp2", "fsdp2", 5.0, **in_python),
                 Compared("trace_on_overhead", "ours", 1.05, ours="traced", **at_most),
             ),
