@@ -146,6 +146,7 @@ class FSDPState(_C.ModuleState):
         _C.share_comm_ctx([of, self.unit])
 
     _fsdp_param_groups = ()
+    _fsdp_param_group = None  # torch 2.11
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """``function(module, ...)`` through the module's boundary; ``args`` begin with the module."""

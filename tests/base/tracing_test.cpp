@@ -18,6 +18,7 @@
 
 #include "base/log.h"
 #include "base/tracing.h"
+#include "support/remove_folder.h"
 
 namespace fsdp {
 namespace {
@@ -26,16 +27,16 @@ using Json = nlohmann::json;
 
 const std::string kNoUnit, kUnit = "blocks.0";
 
-class Tracing : public testing::Test {
+class Tracing : public ::testing::Test {
  protected:
   void SetUp() override {
-    folder_ = std::filesystem::path(testing::TempDir()) / ("tracing" + std::to_string(getpid()));
+    folder_ = std::filesystem::path(::testing::TempDir()) / ("tracing" + std::to_string(getpid()));
     std::filesystem::create_directories(folder_);
     log::set_thread_rank(3);
   }
   void TearDown() override {
     log::set_thread_rank(-1);
-    std::filesystem::remove_all(folder_);
+    fsdp::testing::remove_folder(folder_);
   }
 
   std::string asked_for() const {

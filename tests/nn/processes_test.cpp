@@ -68,7 +68,7 @@ TEST_P(Processes, WritesEndWhatNeighboursKeep) {
     const auto x = torch::ones({1, 4});
     for (int step = 1; step < 5; ++step) {
       model->forward(x); // leaves the first unit with the neighbours
-      EXPECT_THROW(first->weight.data_ptr(), std::exception);
+      EXPECT_EQ(first->weight.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get(), nullptr);
       auto shard = first->parameters()[0];
       step % 2 == 0 ? shard.set_data(shard + 1) : static_cast<void>(shard.add_(1));
       EXPECT_TRUE(first->forward(x).eq(4 * (1 + step)).all().item<bool>()) << step;

@@ -5,6 +5,7 @@ import json
 import pathlib
 import tempfile
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -47,6 +48,20 @@ def shard_with(shard, model, **options):
     for block in (model[0], model[2], model):
         shard(block, **options)
     return model
+
+
+TORCH_IS_OLD = torch.__version__ < (2, 12)
+needs_mesh_of_a_parameter = pytest.mark.skipif(TORCH_IS_OLD, reason="torch 2.11 has no ShardPlacementResult")
+needs_mesh_dims = pytest.mark.skipif(TORCH_IS_OLD, reason="PyTorch's fully_shard of torch 2.11 has no dp_mesh_dims")
+
+
+def check_hollow(tensor, name):
+    """Its memory is gone. Raw access says whose it was, or finds no address, with a torch that cannot say more."""
+    if TORCH_IS_OLD:
+        assert tensor.data_ptr() == 0
+    else:
+        with pytest.raises(RuntimeError, match=f"'{name}'.*sharded at this moment"):
+            tensor.data_ptr()
 
 
 def is_sharded(parameter):

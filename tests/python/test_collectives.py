@@ -39,9 +39,9 @@ def counted(model):
 
     def reduce(output_tensor, input_tensor, group, op, async_op):
         counts["reduce"] += 1
-        parts = [torch.empty_like(output_tensor) for _ in range(group.size())]
-        dist.all_to_all(parts, list(input_tensor.chunk(group.size())), group=group)
-        output_tensor.copy_(sum(parts))
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        output_tensor.copy_(sum(parts.chunk(group.size())))
 
     for module in model.modules():
         if isinstance(module, libfsdp.FSDPModule):

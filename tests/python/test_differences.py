@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import libfsdp
 from harness import on_ranks
 from libfsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
-from subjects import check_same, loss_of, mine, mlp, reference_backward, rows, seeded, shard_with
+from subjects import check_same, loss_of, mine, mlp, needs_mesh_dims, reference_backward, rows, seeded, shard_with
 
 
 def dtypes_that_hooks_see(shard):
@@ -99,6 +99,7 @@ def test_parameters_of_three_mesh_dimensions():
     check_spread(model, mesh)
 
 
+@needs_mesh_dims
 @on_ranks(4, comm=("shm",))
 def test_dp_mesh_dims_with_an_equal_mesh_and_with_placements_for_replicas():
     names = ("dp", "a", "b")

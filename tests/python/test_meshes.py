@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, check_training, loss_of, mine, mlp, rows, seeded, whole
+from subjects import check_same, check_training, loss_of, mine, mlp, needs_mesh_of_a_parameter, rows, seeded, whole
 
 
 def sharded(mesh, **options):
@@ -77,6 +77,7 @@ def test_hybrid_from_groups():
     check_training(sharded(mesh), seeded(mlp), loss_of, (5,), exact=False, steps=2)
 
 
+@needs_mesh_of_a_parameter
 @on_ranks(4, comm=("shm",))
 def test_a_mesh_for_some_parameters():
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
@@ -95,6 +96,7 @@ def test_a_mesh_for_some_parameters():
     torch.testing.assert_close(whole(model[0]._parameters["bias"].grad), sum(own) / 2)
 
 
+@needs_mesh_of_a_parameter
 @pytest.mark.parametrize("reshard", [True, 2])
 @on_ranks(4, comm=("shm",))
 def test_hybrid_meshes_for_some_parameters(reshard):
@@ -114,6 +116,7 @@ def test_hybrid_meshes_for_some_parameters(reshard):
     check_training(model, seeded(mlp), loss_of, (5,), exact=False, steps=2)
 
 
+@needs_mesh_of_a_parameter
 @on_ranks(4, comm=("shm",))
 def test_collectives_for_one_mesh_where_there_are_several():
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult

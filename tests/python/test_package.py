@@ -16,7 +16,7 @@ from torch import nn
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import mine, mlp, rows, seeded, check_same, reference_backward
+from subjects import TORCH_IS_OLD, mine, mlp, rows, seeded, check_same, reference_backward
 
 
 def command(*arguments):
@@ -129,7 +129,8 @@ def test_signatures_are_pytorchs():
 
     for name in ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx"):
         ours, theirs = (inspect.signature(getattr(package, name)).parameters for package in (libfsdp, fsdp))
-        assert [(p.name, p.kind) for p in ours.values()] == [(p.name, p.kind) for p in theirs.values()], name
+        known = [(p.name, p.kind) for p in ours.values() if p.name in theirs or not TORCH_IS_OLD]
+        assert known == [(p.name, p.kind) for p in theirs.values()], name
     for name, method in vars(fsdp.FSDPModule).items():
         if not name.startswith("_") and inspect.isfunction(method):
             ours = inspect.signature(vars(libfsdp.FSDPModule)[name]).parameters
@@ -171,6 +172,7 @@ def test_type_stubs_of_fully_shard_have_its_parameters():
     assert {item.name for item in protocol.body if isinstance(item, ast.FunctionDef)} == {"__call__", "state"}
 
 
+@pytest.mark.skipif(TORCH_IS_OLD, reason="torch 2.11 cannot say what a null pointer was")
 @on_ranks(2, comm=("shm",))
 def test_generated_kernels_are_an_error_that_says_so():
     model = fully_shard(Block())

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import libfsdp
 from harness import on_ranks
 from libfsdp import DataParallelMeshDims, fully_shard
-from subjects import seeded, whole
+from subjects import needs_mesh_dims, needs_mesh_of_a_parameter, seeded, whole
 
 
 class MLP(nn.Module):
@@ -241,6 +241,7 @@ def test_one_mesh_with_several_data_parallel_dimensions():
         check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
 
 
+@needs_mesh_dims
 @on_ranks(4, comm=("shm",))
 def test_one_mesh_as_pytorch_lays_it_out():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -337,6 +338,7 @@ class Experts(nn.Module):
         return self.after(torch.einsum("bi,eij->bj", torch.tanh(self.before(x)), own))
 
 
+@needs_mesh_of_a_parameter
 @on_ranks(4)
 def test_experts_on_a_mesh_of_their_own():
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult

@@ -20,6 +20,7 @@
 #include <fsdp/group.h>
 
 #include "support/child_process.h"
+#include "support/remove_folder.h"
 
 /// Runs the body of a test on several ranks.
 namespace fsdp::testing {
@@ -80,7 +81,7 @@ class TemporaryFolder {
     path_ = mkdtemp(name.data());
   }
   ~TemporaryFolder() {
-    std::filesystem::remove_all(path_);
+    remove_folder(path_);
   }
   TemporaryFolder(const TemporaryFolder&) = delete;
   TemporaryFolder& operator=(const TemporaryFolder&) = delete;
