@@ -217,6 +217,22 @@ class FSDPModule(torch_fsdp.FSDPModule):
         )
 
 
+def _refusal(name: str) -> Callable:
+    def refuse(self: FSDPModule, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise NotImplementedError(f"libfsdp does not have FSDPModule.{name}, which torch {torch.__version__} has")
+
+    return refuse
+
+
+NOT_HERE = [
+    name
+    for name, member in vars(torch_fsdp.FSDPModule).items()
+    if callable(member) and not name.startswith("_") and name not in vars(FSDPModule)
+]
+"""What a newer PyTorch has, and would look for in a state of its own."""
+for _name in NOT_HERE:
+    setattr(FSDPModule, _name, _refusal(_name))
+
 _classes: dict[type, type] = {}
 
 

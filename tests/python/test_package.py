@@ -16,6 +16,7 @@ from torch import nn
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
+from libfsdp._module import NOT_HERE
 from subjects import TORCH_IS_OLD, mine, mlp, rows, seeded, check_same, reference_backward
 
 
@@ -122,6 +123,13 @@ def test_policies_are_pytorchs_from_wherever_they_are_imported():
     assert issubclass(libfsdp.FSDPModule, former.FSDPModule)
 
 
+def test_what_only_a_newer_pytorch_has_is_an_error():
+    assert torch.__version__ >= (2, 14) or not NOT_HERE
+    for name in NOT_HERE:
+        with pytest.raises(NotImplementedError, match=name):
+            getattr(libfsdp.FSDPModule, name)(None)
+
+
 def test_signatures_are_pytorchs():
     import inspect
 
@@ -132,7 +140,7 @@ def test_signatures_are_pytorchs():
         known = [(p.name, p.kind) for p in ours.values() if p.name in theirs or not TORCH_IS_OLD]
         assert known == [(p.name, p.kind) for p in theirs.values()], name
     for name, method in vars(fsdp.FSDPModule).items():
-        if not name.startswith("_") and inspect.isfunction(method):
+        if not name.startswith("_") and inspect.isfunction(method) and name not in NOT_HERE:
             ours = inspect.signature(vars(libfsdp.FSDPModule)[name]).parameters
             theirs = inspect.signature(inspect.unwrap(method)).parameters
             assert [(p.name, p.kind, p.default) for p in ours.values()] == [
