@@ -20,7 +20,7 @@ except ImportError:  # torch 2.11
 
         def __post_init__(self) -> None:
             if self.shard is None and self.replicate is None:
-                raise ValueError("DataParallelMeshDims: give shard, replicate or both. At least one of them is needed")
+                raise ValueError("DataParallelMeshDims: At least one of shard and replicate is needed")
 
         @property
         def shard_names(self) -> tuple[str, ...]:

@@ -283,7 +283,7 @@ def check_step(case, ours, theirs, step, same):
 
 
 def check_as_pytorch(name, case, steps=2):
-    in_one_order = dist.get_world_size() <= 2  # two numbers are
+    in_one_order = dist.get_world_size() <= 2  # two numbers can only be added in one
     # PyTorch 2.15 keeps what it accumulates in another dtype than bfloat16.
     bound = 0 if in_one_order and (case.bound < 1e-2 or torch.__version__ < (2, 15)) else case.bound
 
