@@ -15,6 +15,9 @@
 
 namespace fsdp {
 
+/// As a `reduce_dtype`: of each parameter the dtype that its shards have, whatever it is gathered in.
+inline constexpr auto kShardDtype = c10::ScalarType::Undefined;
+
 /// In which dtypes a unit computes and reduces. Unset: the parameters' own.
 struct MixedPrecisionPolicy {
   std::optional<c10::ScalarType> param_dtype =

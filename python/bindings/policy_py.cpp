@@ -1,3 +1,5 @@
+#include <torch/version.h>
+
 #include <fsdp/policy.h>
 
 #include "bindings.h"
@@ -7,6 +9,13 @@ namespace fsdp::python {
 namespace {
 
 using Dtype = std::optional<c10::ScalarType>;
+
+/// What this PyTorch means by no `reduce_dtype`.
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 15
+constexpr Dtype kDefaultReduceDtype = kShardDtype;
+#else
+constexpr Dtype kDefaultReduceDtype = std::nullopt; // param_dtype
+#endif
 
 void set_reshard_after_forward(FullyShardOptions& options, const std::variant<py::none, bool, int>& value) {
   if (const auto* reshard = std::get_if<bool>(&value)) {
@@ -48,7 +57,8 @@ void bind_policy(py::module_& m) {
       .def(
           "set_precision",
           [](FullyShardOptions& options, Dtype param_dtype, Dtype reduce_dtype, Dtype output_dtype, bool cast_inputs) {
-            options.mp_policy = {param_dtype, reduce_dtype, output_dtype, cast_inputs};
+            options.mp_policy = {
+                param_dtype, reduce_dtype ? reduce_dtype : kDefaultReduceDtype, output_dtype, cast_inputs};
           })
       .def(
           "set_offload",

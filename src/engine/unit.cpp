@@ -335,7 +335,8 @@ void Unit::place(Param& param) {
 }
 
 c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
-  return precision_.reduce_dtype.value_or(param.gathered_dtype());
+  const auto dtype = precision_.reduce_dtype.value_or(param.gathered_dtype());
+  return dtype == kShardDtype ? param.shard_dtype() : dtype;
 }
 
 bool Unit::awaits_reduction() const {

@@ -46,6 +46,29 @@ TEST(Precision, HalfComputesAndFloatReduces) {
   expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
 }
 
+/// The gradient after micro-batches whose own are `first`, 1 and 1, of a parameter that is computed with in bfloat16.
+double accumulated(c10::ScalarType dtype, double first) {
+  nn::Linear model(nn::LinearOptions(1, 1).bias(false));
+  model->to(dtype);
+  fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = kShardDtype}});
+  const auto add = [&](double gradient, bool last) {
+    as_fsdp(*model).set_requires_gradient_sync(last);
+    call(model, torch::full({1, 1}, gradient)).sum().backward();
+  };
+  add(first, false);
+  add(1, false);
+  add(1, true);
+  return sharded(model->parameters()[0]).full_grad().item<double>();
+}
+
+// In the next smaller dtype, the ones would get lost.
+TEST(Precision, TheDtypeOfTheShardsIsThatOfTheReduction) {
+  on_threads(2, [] {
+    EXPECT_EQ(accumulated(torch::kFloat, 256), 258);
+    EXPECT_EQ(accumulated(torch::kDouble, 1 << 25), (1 << 25) + 2);
+  });
+}
+
 Subject with_scaled_loss() {
   Subject subject = subjects::tied();
   subject.loss = [loss = subject.loss](int rank, int step) { return loss(rank, step) * 8192; };

@@ -47,7 +47,7 @@ def test_the_dtypes_of_computing_and_reducing(reshard):
         loss_of(model, mine(rows(0, 5))).backward()
         optimizer.step()
         assert set(computed) == {(param or full, param or full)}
-        assert set(reduced) == {reduce or param or full}
+        assert set(reduced) == {reduce or (param if torch.__version__ < (2, 15) else None) or full}
         for p in model.parameters():
             assert p.dtype == p.grad.dtype == optimizer.state[p]["exp_avg"].dtype == full
 

@@ -70,8 +70,6 @@ def options(**given):
 
 
 def precision(**given):
-    if "param_dtype" in given:  # which it is without, except to PyTorch since 2.15
-        given.setdefault("reduce_dtype", given["param_dtype"] if torch.__version__ >= (2, 15) else None)
     return dataclasses.replace(options(mp_policy=MixedPrecisionPolicy(**given)), bound=2e-2)
 
 
@@ -284,8 +282,7 @@ def check_step(case, ours, theirs, step, same):
 
 def check_as_pytorch(name, case, steps=2):
     in_one_order = dist.get_world_size() <= 2  # two numbers can only be added in one
-    # PyTorch 2.15 keeps what it accumulates in another dtype than bfloat16.
-    bound = 0 if in_one_order and (case.bound < 1e-2 or torch.__version__ < (2, 15)) else case.bound
+    bound = 0 if in_one_order else case.bound
 
     def same(a, b, what):
         torch.testing.assert_close(a, b, rtol=bound, atol=bound, msg=lambda m: f"{name}: {what}: {m}")

@@ -43,7 +43,7 @@ void RankMajor::pack(const ReduceScatter& args, const at::Tensor& matrix) const 
 }
 
 void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const {
-  const int64_t item = matrix.element_size();
+  const int64_t item = matrix.element_size(), row_bytes = row_ * item;
   char* const base = static_cast<char*>(matrix.mutable_data_ptr());
   const auto pieces = pieces_of(args);
   int holders = 0;
@@ -51,7 +51,7 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
     holders = std::max(holders, piece.holders());
   }
   for (int rank = 0; rank < holders; ++rank) {
-    char* const row = base + rank * row_ * item;
+    char* const row = base + rank * row_bytes;
     int64_t end = 0;
     const auto pad_to = [&](int64_t begin) { std::memset(row + end * item, 0, (begin - end) * item); };
     for (size_t i = 0; i < pieces.size(); ++i) {
@@ -65,7 +65,6 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
     }
     pad_to(row_);
   }
-  const int64_t row_bytes = row_ * item;
   std::memset(base + holders * row_bytes, 0, (size_ - holders) * row_bytes);
 }
 
