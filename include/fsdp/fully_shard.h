@@ -48,7 +48,7 @@ class FSDP_API FSDPModule {
  public:
   explicit FSDPModule(std::shared_ptr<engine::Unit> unit);
 
-  /// Makes the parameters whole until `reshard`, or until a forward or backward that uses them is done. Not recursive.
+  /// Makes the parameters whole until `reshard`; once they were used, they are freed as always. Not recursive.
   UnshardHandle unshard(bool async_op = false);
   /// Frees the whole parameters. Not recursive.
   void reshard();
@@ -81,7 +81,7 @@ class FSDP_API FSDPModule {
   void set_force_sum_reduction_for_comms(bool enable);
   /// true: trainable parameters without a gradient take part in the reduction as zeros.
   void set_reduce_scatter_unused_params(bool enable, bool recurse = true);
-  /// How many units' gradients may be in flight at once, of all units below the root: to be set there.
+  /// How many units' gradients may be in flight at once, below one root; of what its units say, the most holds.
   void set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse = true);
   /// Reductions use a communicator of their own, so that they do not queue behind gathers.
   void set_separate_reduce_scatter_group(bool enable = true, bool recurse = true);

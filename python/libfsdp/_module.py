@@ -60,7 +60,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return [state.unit for state in dict.fromkeys(filter(None, map(state_of, modules)))]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Makes the parameters whole until ``reshard``. Not recursive. Returns a handle if ``async_op``."""
+        """Makes the parameters whole until ``reshard``; once they were used, they are freed as always.
+
+        Not recursive. Returns a handle if ``async_op``.
+        """
         handle = UnshardHandle(self._get_fsdp_state().unit.unshard(async_op))
         return handle if async_op else None
 

@@ -15,6 +15,7 @@ from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from subjects import (
     BATCH,
+    check_hollow,
     check_same,
     check_training,
     loss_of,
@@ -209,6 +210,35 @@ def test_whether_modules_reshard_is_set_for_one_or_for_all_below():
 
 
 @on_ranks(2)
+def test_a_root_stays_whole_until_its_backward_whatever_it_was_told():
+    for told in (None, True):
+        model, batch = seeded(Around), mine(rows(0, 5)).requires_grad_()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model, reshard_after_forward=told)
+        for _ in range(2):
+            counts = recorded(lambda: loss_of(model, batch).backward())  # noqa: B023
+        assert counts["gather"]["(root)"] == 1
+
+
+@on_ranks(2)
+def test_what_was_unsharded_by_hand_is_kept_until_it_was_used():
+    model = seeded(Around)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=True)
+    fully_shard(model)
+    first, second, third, last = model.blocks
+    first.unshard()
+    x = torch.rand(2, 5)
+    for block in (second, third, last):
+        block(x)
+    assert first.weight.data_ptr() != 0
+    for block in (first, second, third):
+        block(x)
+    check_hollow(first.weight, "blocks.0.weight")
+
+
+@on_ranks(2)
 def test_modules_of_a_list_are_gathered_and_reduced_at_once():
     model = seeded(Around)
     fully_shard([model.blocks[0], model.blocks[1]])
@@ -276,6 +306,20 @@ def test_modules_that_are_to_be_gathered_ahead():
 
 
 @on_ranks(2)
+def test_a_list_of_what_to_gather_ahead_replaces_the_schedules_advice():
+    model, batch = seeded(Around), mine(rows(0, 5))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    for _ in range(2):
+        loss_of(model, batch).backward()
+    first, _, third, _ = model.blocks
+    first.set_modules_to_forward_prefetch([third])
+    gathered = recorded(lambda: first(torch.tanh(model.embedding(batch))))["gather"]
+    assert set(gathered) == {"(root)", "blocks.0", "blocks.2"}
+
+
+@on_ranks(2)
 def test_gathered_ahead_in_a_recomputation():
     reference, model = seeded(Around), seeded(Around)
     for block in model.blocks:
@@ -286,3 +330,6 @@ def test_gathered_ahead_in_a_recomputation():
         each.set_modules_to_forward_prefetch([following])
         following.set_modules_to_backward_prefetch([each])
     check_training(model, reference, loss_of, (5,), exact=True)
+    loss = loss_of(model, mine(rows(9, 5)))
+    gathered = recorded(loss.backward)["gather"]
+    assert gathered and set(gathered.values()) == {1}, "a recomputation frees nothing"

@@ -191,6 +191,24 @@ def test_wholes_have_no_memory_between_their_uses():
         check_hollow(getattr(model[2].up.weight, parts[0]), "2.up.weight")
 
 
+class Checks(Pair):
+    """Looks at all that its hook is given."""
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        assert mesh.mesh_dim_names == ("shard",) and mp_policy.param_dtype == torch.bfloat16
+        assert tuple(outer_size) == (module.out_features, module.in_features)
+        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+
+
+@on_ranks(4, comm=("gloo",))
+def test_what_hooks_are_given_on_a_hybrid_mesh():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = sharded(Checks, mesh=mesh, mp_policy=low)
+    loss_of(model, mine(rows(0, 8))).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @on_ranks(2)
 def test_any_write_to_a_shard_ends_what_was_gathered():
     writes = {

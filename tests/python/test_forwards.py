@@ -88,6 +88,8 @@ def test_each_chunk_of_a_loss_with_a_backward_of_its_own():
                 if chunked and not sync_every:
                     module.set_requires_gradient_sync(i == len(chunks) - 1)
                 (module.head(chunk).pow(2).sum() / 8).backward()
+                if chunked and toggled:
+                    assert module.head.weight.data_ptr() != 0, "kept from one chunk to the next"
             if chunked:
                 module.set_requires_gradient_sync(True)
             hidden.backward(leaf.grad)
@@ -295,6 +297,17 @@ def test_groupings_with_recomputation(grouping):
         check_training(model, reference, loss_of, (8,), exact=True, steps=2)
 
 
+@on_ranks(2)
+def test_a_weight_that_two_members_of_a_list_share():
+    reference, model = (seeded(lambda: Language(tied=True)) for _ in range(2))
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard([model.embedding, model.norm, model.head])
+    fully_shard(model)
+    assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    check_training(model, reference, loss_of, (8,), exact=True, steps=2)
+
+
 class WithChunks(Head):
     """Its head is run by the loss, on one part after another."""
 
@@ -322,6 +335,29 @@ def test_grouped_as_ungrouped():
             assert torch.equal(whole(p.grad), whole(q.grad))
         outputs = grouped.norm(torch.rand(2, 6)), grouped.head(torch.rand(2, 6))
         assert all(out.dtype == torch.float32 for out in outputs), "cast as each of the two leaves"
+
+
+@on_ranks(2)
+def test_backwards_of_chunks_grouped_as_ungrouped():
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
+    several = {}, dict(reshard_after_forward=1), dict(mp_policy=low)
+    for options, checkpointed, put_off in itertools.product(several, (False, True), (False, True)):
+        grouped, ungrouped = seeded(Head), seeded(Head)
+        fully_shard([grouped.norm, grouped.head], **options)
+        for module in (ungrouped.norm, ungrouped.head):
+            fully_shard(module, **options)
+        for model in (grouped, ungrouped):
+            fully_shard(model, **options)
+            run = functools.partial(checkpoint, model.head, use_reentrant=False) if checkpointed else model.head
+            hidden = model(mine(rows(0, 6)))
+            leaf = hidden.detach().requires_grad_()
+            for i, chunk in enumerate(leaf.chunk(2)):
+                model.set_requires_gradient_sync(not put_off or i == 1)
+                model.set_is_last_backward(i == 1)
+                run(chunk).float().pow(2).sum().backward()
+            hidden.backward(leaf.grad)
+        for p, q in zip(grouped.parameters(), ungrouped.parameters(), strict=True):
+            assert torch.equal(whole(p.grad), whole(q.grad)), (options, checkpointed, put_off)
 
 
 class Several(nn.Module):
@@ -455,3 +491,21 @@ def test_only_the_module_that_begins_a_forward_moves_its_inputs():
     assert model.seen == [("meta", "meta")] and model.inner.seen == [("meta", "cpu")] * 2
     model.inner(torch.ones(2), torch.ones(2))
     assert model.inner.seen[2:] == [("meta", "meta")]
+
+
+class Bare(nn.Module):
+    """Without a parameter."""
+
+    def forward(self, pair, *, more):
+        self.seen = [tensor.device.type for tensor in (pair[0], *pair[1], more["x"])]
+        return pair[0]
+
+
+@on_ranks(1, comm=("shm",))
+def test_nested_inputs_of_a_module_without_parameters_move():
+    model = Bare()
+    state = fully_shard.state(fully_shard(model))
+    state.device, state.moves_inputs, state.converts = torch.device("meta"), True, True
+    x = torch.ones(2)
+    model((x, (x, x)), more={"x": x})
+    assert model.seen == ["meta"] * 4

@@ -11,6 +11,7 @@ from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import libfsdp
 from harness import on_ranks
 from libfsdp import MixedPrecisionPolicy, fully_shard
 from subjects import check_training, even, is_sharded, loss_of, mine, mlp, reference_backward, rows, seeded, whole
@@ -26,6 +27,15 @@ def test_replicated_subtrees_are_left_alone():
     reference_backward(reference, loss_of, rows(0, 5))
     for p, q in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+@on_ranks(2, comm=("shm",))
+def test_of_sharded_and_replicated_subtrees_a_root_has_nothing():
+    model = seeded(mlp)
+    fully_shard(model[0])
+    replicate(model[2])
+    fully_shard(model)
+    assert {unit.name: unit.numel for unit in libfsdp.describe(model).units} == {"(root)": 9 * 3 + 3, "0": 5 * 7 + 7}
 
 
 @on_ranks(2, comm=("gloo",))

@@ -44,6 +44,18 @@ def test_only_trainable_gradients_are_reduced():
         assert all(p.grad is None for p in model[2].parameters())
 
 
+@on_ranks(2)
+def test_units_with_frozen_parameters_reduce_while_backward_goes_on():
+    model, order = seeded(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))), []
+    for i, layer in enumerate(model):
+        layer.bias.requires_grad_(False)
+        fully_shard(layer).set_all_reduce_hook(lambda _, i=i: order.append(f"reduced {i}"))
+    fully_shard(model)
+    model[0].weight.register_hook(lambda _: order.append("gradient 0"))
+    loss_of(model, mine(rows(0, 5))).backward()
+    assert order.index("reduced 2") < order.index("gradient 0"), order
+
+
 @on_ranks(2, comm=("gloo",))
 def test_between_modules_that_ddp_owns():
     from torch.nn.parallel import DistributedDataParallel

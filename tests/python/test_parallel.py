@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -131,6 +132,38 @@ def test_as_pytorch_with_tensor_parallel():
             assert state[name].to_local().data_ptr() == p.to_local().data_ptr()
 
 
+@on_ranks(4)
+def test_torchs_clip_reduces_once_for_each_mesh_dimension():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch, part = batch_of(mesh, 0)
+    for norm_type in (1.0, 2.0, 3.0, float("inf")):
+        model, reference = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]), seeded(MLP)
+        for module, rows in ((model, part), (reference, batch)):
+            module(rows).pow(2).mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        with CommDebugMode() as counts:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type, foreach=True)
+        assert counts.get_comm_counts() == {torch.ops.c10d_functional.all_reduce: mesh.ndim}
+        torch.testing.assert_close(norm.full_tensor(), expected)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+@on_ranks(4, comm=("shm",))
+def test_an_infinite_gradient_of_one_rank_skips_the_step_of_all():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"])
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = [whole(p).clone() for p in model.parameters()]
+    scaler.scale(model(batch_of(mesh, 0)[1]).pow(2).mean()).backward()
+    if dist.get_rank() == 0:
+        next(model.parameters()).grad.to_local().fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(whole(p), q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 @pytest.mark.parametrize("hybrid", [False, True])
 @on_ranks(4, comm=("shm",))
 def test_tensor_parallel_state_dicts(hybrid):
@@ -221,6 +254,7 @@ def test_one_mesh_with_tensor_parallel():
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         assert model.up._parameters["weight"].placements == cut
         assert model.up.weight.device_mesh == mesh["tp"]
+        assert all(p.device_mesh == mesh for p in model.parameters())
         check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
 
 
@@ -338,14 +372,11 @@ class Experts(nn.Module):
         return self.after(torch.einsum("bi,eij->bj", torch.tanh(self.before(x)), own))
 
 
-@needs_mesh_of_a_parameter
-@on_ranks(4)
-def test_experts_on_a_mesh_of_their_own():
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+def check_experts_as_pytorch(world, among_experts):
+    """All else is cut over all ranks."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
 
-    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     everyone = world._flatten("everyone")
-    among_experts = FSDPMeshInfo(world["dp"], shard_mesh_dim=0)
     place = lambda p: ShardPlacementResult(Shard(1), among_experts) if isinstance(p, DTensor) else None  # noqa: E731
     for options in ({}, dict(reshard_after_forward=False)):
         models = []
@@ -355,7 +386,7 @@ def test_experts_on_a_mesh_of_their_own():
             shard(model, mesh=everyone, shard_placement_fn=place, **options)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
             for step in range(2):
-                rows = torch.rand(16, 8, generator=torch.Generator().manual_seed(step))
+                rows = torch.rand(4 * world.size(), 8, generator=torch.Generator().manual_seed(step))
                 model(rows[dist.get_rank() * 4 :][:4]).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -364,3 +395,21 @@ def test_experts_on_a_mesh_of_their_own():
             q = models[1][name]
             assert p.placements == q.placements and p.device_mesh == q.device_mesh, name
             torch.testing.assert_close(p.to_local(), q.to_local(), msg=lambda m: f"{name}: {m}")  # noqa: B023
+
+
+@needs_mesh_of_a_parameter
+@on_ranks(4)
+def test_experts_on_a_mesh_of_their_own():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    check_experts_as_pytorch(world, FSDPMeshInfo(world["dp"], shard_mesh_dim=0))
+
+
+@needs_mesh_of_a_parameter
+@on_ranks(8, comm=("shm",))
+def test_experts_on_a_hybrid_mesh_of_their_own():
+    from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+
+    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "dp", "ep"))
+    check_experts_as_pytorch(world, HSDPMeshInfo(world["replicate", "dp"], shard_mesh_dim=1, replicate_mesh_dim=0))

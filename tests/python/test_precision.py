@@ -133,6 +133,22 @@ def test_casts_are_repeated_in_a_recomputation():
 
 
 @on_ranks(2, comm=("shm",))
+def test_casts_of_outputs_are_repeated_in_a_recomputation():
+    seen = []
+
+    class Watches(nn.Module):
+        def forward(self, x):
+            seen.append(x.dtype)
+            return x * 1
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model = nn.Sequential(fully_shard(nn.Linear(4, 4), mp_policy=policy), Watches())
+    fully_shard(model)
+    checkpoint(model, torch.rand(2, 4), use_reentrant=False, early_stop=False).sum().backward()
+    assert seen == [torch.float32] * 2
+
+
+@on_ranks(2, comm=("shm",))
 def test_norms_in_low_precision():
     for dtype in (torch.bfloat16, torch.float16):
         layer_norm = nn.LayerNorm(4)

@@ -168,7 +168,12 @@ TEST(OnStreams, HooksOnStreamsOfTheirOwn) {
   trial.prepare = [](Subject&, FSDPModule& root) {
     const auto device = queued_device::device(rank());
     const auto pool = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-    root.set_all_reduce_hook([](at::Tensor& gradient) { gradient.mul_(1); }, pool);
+    root.set_all_reduce_hook(
+        [=](at::Tensor& gradient) {
+          EXPECT_EQ(current_stream(device), pool);
+          gradient.mul_(1);
+        },
+        pool);
   };
   expect_parity_without_races(trial);
 }
