@@ -39,8 +39,6 @@ FSDP_API FSDPModule fully_shard(const std::vector<ModuleView>& modules, const Fu
 
 /// True for handles and shards, and for views of them.
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
-/// The shard of a handle, or of a view of either.
-FSDP_API at::Tensor shard_of(const at::Tensor& tensor);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
 /// This rank's piece of a whole parameter, as a tensor of its own.

@@ -28,6 +28,9 @@ class FSDP_API SummonedParams {
   SummonedParams& operator=(SummonedParams&&) = delete;
   ~SummonedParams();
 
+  /// Ends it now, with an error where changes could not be written back; the destructor can only log that.
+  void end();
+
  private:
   std::unique_ptr<Impl> impl_;
 };

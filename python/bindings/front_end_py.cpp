@@ -177,7 +177,6 @@ void bind_front_end(py::module_& m) {
           py::arg("buffers"));
   m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
-  m.def("shard_of", &shard_of, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"), NoGil());
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
   m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));

@@ -23,10 +23,6 @@ bool belongs_to_unit(const at::Tensor& tensor) {
   return nn::param_of(tensor) != nullptr;
 }
 
-at::Tensor shard_of(const at::Tensor& tensor) {
-  return param_behind(tensor, "shard_of").shard();
-}
-
 at::Tensor handle_of(const at::Tensor& shard) {
   auto& param = param_behind(shard, "handle_of");
   auto lock = param.unit().runtime().lock();

@@ -1,7 +1,9 @@
 #include <fsdp/summon.h>
 
 #include <algorithm>
+#include <exception>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -40,6 +42,7 @@ struct SummonedParams::Impl {
   void hold(const std::shared_ptr<Unit>& unit);
   void show(const std::vector<Slot>& slots);
   void restore();
+  void give_back(Unit& unit);
   void write_back(Unit& unit, Param& param, const at::Tensor& whole) const;
 };
 
@@ -115,6 +118,15 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
 
 // What lies in the private copy reaches the shard when the unit is resharded.
 void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor& whole) const {
+  FSDP_CHECK(
+      whole.sizes() == param.layout().sizes(),
+      "[summon_full_params] '",
+      param.name(),
+      "' has shape ",
+      whole.sizes(),
+      " at the end, and cannot become shards of a parameter of shape ",
+      c10::IntArrayRef(param.layout().sizes()),
+      ". Write into it: p.copy_(values). What was written to its unit is lost");
   if (options.offload_to_cpu) {
     unit.private_copy(param).copy_(whole);
   }
@@ -128,34 +140,54 @@ void SummonedParams::Impl::restore() {
   for (auto& [slot, param] : replaced) {
     slot.replace(param->shard());
   }
+  std::exception_ptr error; // of the first unit that fails; the others are given back all the same
   for (auto& unit : units) {
-    auto guard = unit->runtime().lock();
-    if (!unit->is_private()) {
-      continue; // was not shown here, or was given up by reset_iter_state
+    try {
+      give_back(*unit);
+    } catch (...) {
+      error = error ? error : std::current_exception();
     }
-    --unit->held;
-    if (!options.writeback) {
-      unit->discard_private();
-      continue;
-    }
-    for (const auto& param : unit->params()) {
+  }
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+void SummonedParams::Impl::give_back(Unit& unit) {
+  auto guard = unit.runtime().lock();
+  if (!unit.is_private()) {
+    return; // was not shown here, or was given up by reset_iter_state
+  }
+  --unit.held;
+  if (!options.writeback) {
+    unit.discard_private();
+    return;
+  }
+  try {
+    for (const auto& param : unit.params()) {
       if (auto found = wholes.find(param.get()); found != wholes.end()) {
-        write_back(*unit, *param, found->second);
+        write_back(unit, *param, found->second);
       }
     }
-    unit->reshard();
+  } catch (...) {
+    unit.discard_private();
+    throw;
   }
+  unit.reshard();
 }
 
 SummonedParams::SummonedParams(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 SummonedParams::SummonedParams(SummonedParams&&) noexcept = default;
 
-SummonedParams::~SummonedParams() {
-  if (!impl_) {
-    return;
+void SummonedParams::end() {
+  if (const auto impl = std::move(impl_)) {
+    impl->restore();
   }
+}
+
+SummonedParams::~SummonedParams() {
   try {
-    impl_->restore();
+    end();
   } catch (const std::exception& error) {
     log::error("[summon_full_params] the parameters could not be sharded again: ", error.what());
   }

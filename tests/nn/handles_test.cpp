@@ -10,6 +10,7 @@
 #include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
@@ -268,6 +269,25 @@ TEST_P(Handles, SummonedOnTheHostIsWrittenBackUnitByUnit) {
       const auto whole = sharded(shard).full_tensor();
       EXPECT_TRUE(torch::equal(whole, torch::full_like(whole, static_cast<double>(whole.numel())))) << name;
     }
+  });
+}
+
+TEST_P(Handles, TheEndOfSummoningSaysWhatCouldNotBeWrittenBack) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    auto first = fully_shard(*model[0]), second = fully_shard(*model[1]);
+    auto guard = summon_full_params(*model, {.offload_to_cpu = true});
+    {
+      torch::NoGradGuard no_grad;
+      model->parameters()[0].set_data(torch::zeros({7}));
+      model->parameters()[2].fill_(4);
+    }
+    const auto said = error_message([&] { guard.end(); });
+    EXPECT_TRUE(contains(said, "[summon_full_params] 'weight' has shape [7]")) << said;
+    EXPECT_EQ(first.unit()->held, 0);
+    EXPECT_TRUE(torch::equal(whole_of(*model, "1.weight"), torch::full({2, 3}, 4.0)));
+    model->forward(torch::ones({2, 5})).sum().backward();
+    guard.end(); // nothing is left to end
   });
 }
 
