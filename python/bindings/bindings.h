@@ -22,7 +22,6 @@ void bind_group(py::module_& m);
 void bind_mesh(py::module_& m);
 void bind_module_state(py::module_& m);
 void bind_policy(py::module_& m);
-void bind_sharded_tensor(py::module_& m);
 void bind_summon(py::module_& m);
 void bind_trace(py::module_& m);
 

@@ -60,18 +60,25 @@ class DTensorShard : public ShownShard {
   }
 
   bool replaced() const override {
-    return impl() != known_;
+    return replaced_ || impl() != known_;
   }
 
   at::Tensor replacement() override {
     py::gil_scoped_acquire gil;
     known_ = impl();
+    replaced_ = false;
     return local_of(parameter_.get());
+  }
+
+  /// A tensor that is replaced twice may be followed by one at the first one's address.
+  void note_replacement() {
+    replaced_ = replaced();
   }
 
   /// Users put another parameter in its place.
   void set_parameter(py::object parameter) {
     parameter_ = Held(std::move(parameter));
+    replaced_ = true;
   }
 
  protected:
@@ -91,6 +98,7 @@ class DTensorShard : public ShownShard {
 
   Held parameter_;
   const c10::TensorImpl* known_; // compared only
+  bool replaced_ = false;
 };
 
 /// The same around a tensor subclass, which has no memory of its own: the engine's shard is a tensor beside it.
@@ -117,13 +125,12 @@ class ExtendedShard final : public DTensorShard {
   at::Tensor shard_;
 };
 
-/// One module of a call, as Python lists it.
-struct Listed {
-  std::string name;
-  std::vector<std::pair<std::string, at::Tensor>> slots;
-  std::vector<std::pair<std::string, FSDPModule>> below;
-  std::vector<at::Tensor> buffers;
-};
+/// One module of a call, as Python lists it: its name, its slots, the units below it, its buffers.
+using Listed = std::tuple<
+    std::string,
+    std::vector<std::pair<std::string, at::Tensor>>,
+    std::vector<std::pair<std::string, FSDPModule>>,
+    std::vector<at::Tensor>>;
 
 void* let_go_of_gil() {
   return Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -140,10 +147,11 @@ std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, 
   Shards shards(modules.size());
   std::vector<ModuleView> views;
   for (size_t i = 0; i < modules.size(); ++i) {
-    ModuleView view{modules[i].name, {}, modules[i].below, modules[i].buffers};
-    shards[i].resize(modules[i].slots.size());
-    for (size_t j = 0; j < modules[i].slots.size(); ++j) {
-      const auto& [path, tensor] = modules[i].slots[j];
+    const auto& [name, slots, below, buffers] = modules[i];
+    ModuleView view{name, {}, below, buffers};
+    shards[i].resize(slots.size());
+    for (size_t j = 0; j < slots.size(); ++j) {
+      const auto& [path, tensor] = slots[j];
       view.slots.push_back({path, tensor, [place = &shards[i][j]](const at::Tensor& shard) { *place = shard; }});
     }
     views.push_back(std::move(view));
@@ -159,22 +167,11 @@ void bind_front_end(py::module_& m) {
   py::class_<ShownShard, std::shared_ptr<ShownShard>>(m, "ShownShard");
   py::class_<DTensorShard, ShownShard, std::shared_ptr<DTensorShard>>(m, "DTensorShard")
       .def(py::init<py::object>(), py::arg("parameter"))
-      .def("set_parameter", &DTensorShard::set_parameter);
+      .def("set_parameter", &DTensorShard::set_parameter)
+      .def("note_replacement", &DTensorShard::note_replacement);
   py::class_<ExtendedShard, DTensorShard, std::shared_ptr<ExtendedShard>>(m, "ExtendedShard")
       .def(py::init<py::object, at::Tensor>(), py::arg("parameter"), py::arg("shard"))
       .def_property_readonly("shard", &ExtendedShard::shard);
-  py::class_<Listed>(m, "ModuleView")
-      .def(
-          py::init([](std::string name,
-                      std::vector<std::pair<std::string, at::Tensor>> slots,
-                      std::vector<std::pair<std::string, FSDPModule>> below,
-                      std::vector<at::Tensor> buffers) {
-            return Listed{std::move(name), std::move(slots), std::move(below), std::move(buffers)};
-          }),
-          py::arg("name"),
-          py::arg("slots"),
-          py::arg("below"),
-          py::arg("buffers"));
   m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"), NoGil());

@@ -9,7 +9,6 @@ PYBIND11_MODULE(_C, m) {
   python::bind_mesh(m);
   python::bind_gather_extension(m);
   python::bind_policy(m);
-  python::bind_sharded_tensor(m);
   python::bind_fully_shard(m);
   python::bind_front_end(m);
   python::bind_module_state(m);

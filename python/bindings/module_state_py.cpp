@@ -3,6 +3,8 @@
 
 #include <vector>
 
+#include <torch/csrc/autograd/python_variable.h>
+
 #include <fsdp/shown_shard.h>
 
 #include "bindings.h"
@@ -20,8 +22,8 @@ class ModuleState {
     entries_.push_back({std::move(registered), std::move(name), std::move(parameter), std::move(shown)});
   }
   /// PyTorch takes what a module reads away before it refuses to register a tensor that is no leaf in its place.
-  void watch_shadow(py::weakref module, py::object name, py::object shadow) {
-    shadows_.push_back({std::move(module), std::move(name), std::move(shadow)});
+  void watch_shadow(py::weakref module, py::object name, py::object shadow, py::object parameter) {
+    shadows_.push_back({std::move(module), std::move(name), std::move(shadow), std::move(parameter)});
   }
   void forget() {
     entries_.clear();
@@ -33,13 +35,15 @@ class ModuleState {
     }
     for (const auto& entry : entries_) {
       const bool replaced = entry.shown && entry.shown->replaced();
-      if (replaced || PyDict_GetItem(entry.registered.ptr(), entry.name.ptr()) != entry.parameter.ptr()) {
+      PyObject* const present = PyDict_GetItem(entry.registered.ptr(), entry.name.ptr());
+      if (replaced || (present ? present : Py_None) != entry.parameter.ptr()) {
         return false;
       }
     }
     for (const auto& each : shadows_) {
       const py::object module = each.module();
-      if (!module.is_none() && !is_read(module, each)) {
+      if (requires_grad(each.tensor) != requires_grad(each.parameter) ||
+          (!module.is_none() && !is_read(module, each))) {
         return false;
       }
     }
@@ -60,7 +64,11 @@ class ModuleState {
     py::weakref module;
     py::object name;
     py::object tensor;
+    py::object parameter;
   };
+  static bool requires_grad(const py::object& tensor) {
+    return THPVariable_Unpack(tensor.ptr()).requires_grad();
+  }
   static bool is_read(const py::object& module, const Shadow& shadow) {
     const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(module.ptr(), nullptr));
     return PyDict_GetItem(attributes.ptr(), shadow.name.ptr()) == shadow.tensor.ptr();
@@ -111,7 +119,6 @@ void bind_module_state(py::module_& m) {
       .def("watch", &ModuleState::watch)
       .def("watch_shadow", &ModuleState::watch_shadow)
       .def("forget", &ModuleState::forget)
-      .def("intact", &ModuleState::intact)
       .def_readwrite("pending", &ModuleState::pending)
       .def_readwrite("converts", &ModuleState::converts);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));

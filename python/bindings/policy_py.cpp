@@ -63,8 +63,7 @@ void bind_policy(py::module_& m) {
       .def(
           "set_offload",
           [](FullyShardOptions& options, bool pin_memory) { options.offload_policy = CPUOffloadPolicy{pin_memory}; })
-      .def("set_placements", &set_placements)
-      .def_readwrite("ignored_params", &FullyShardOptions::ignored_params);
+      .def("set_placements", &set_placements);
 }
 
 } // namespace fsdp::python

@@ -10,24 +10,26 @@ namespace {
 /// Whole parameters until `end`.
 class Summoned {
  public:
-  /// `replace[i]` puts a tensor into the place of slot i.
-  Summoned(
-      const std::vector<std::pair<std::string, at::Tensor>>& slots,
-      const std::vector<py::function>& replace,
-      const std::optional<FSDPModule>& only,
-      const SummonOptions& options) {
+  /// Of a slot: its path, its parameter, and what puts a whole tensor into its place.
+  using PySlot = std::tuple<std::string, at::Tensor, py::function>;
+
+  Summoned(const std::vector<PySlot>& slots, const std::optional<FSDPModule>& only, const SummonOptions& options) {
+    auto begins = std::make_shared<bool>(true); // at the end Python puts its parameters back itself
     std::vector<Slot> places;
-    for (size_t i = 0; i < slots.size(); ++i) {
-      places.push_back({slots[i].first, slots[i].second, [held = Held(replace[i])](const at::Tensor& tensor) {
-                          py::gil_scoped_acquire gil;
-                          held.get()(tensor);
+    for (const auto& [path, parameter, show] : slots) {
+      places.push_back({path, parameter, [begins, held = Held(show)](const at::Tensor& tensor) {
+                          if (*begins) {
+                            py::gil_scoped_acquire gil;
+                            held.get()(tensor);
+                          }
                         }});
     }
     py::gil_scoped_release no_gil;
     params_ = std::make_unique<SummonedParams>(summon_full_params(places, only ? &*only : nullptr, options));
+    *begins = false;
   }
   void end() {
-    params_.reset();
+    params_->end();
   }
 
  private:
@@ -37,26 +39,23 @@ class Summoned {
 } // namespace
 
 void bind_summon(py::module_& m) {
-  py::class_<SummonOptions>(m, "SummonOptions")
+  py::class_<Summoned>(m, "Summoned")
       .def(
-          py::init([](bool writeback, bool rank0_only, bool offload_to_cpu, bool with_grads) {
-            return SummonOptions{true, writeback, rank0_only, offload_to_cpu, with_grads};
+          py::init([](const std::vector<Summoned::PySlot>& slots,
+                      const std::optional<FSDPModule>& only,
+                      bool writeback,
+                      bool rank0_only,
+                      bool offload_to_cpu,
+                      bool with_grads) {
+            const SummonOptions options{true, writeback, rank0_only, offload_to_cpu, with_grads};
+            return std::make_unique<Summoned>(slots, only, options);
           }),
+          py::arg("slots"),
+          py::arg("only"),
           py::arg("writeback"),
           py::arg("rank0_only"),
           py::arg("offload_to_cpu"),
-          py::arg("with_grads"));
-  py::class_<Summoned>(m, "Summoned")
-      .def(
-          py::init<
-              const std::vector<std::pair<std::string, at::Tensor>>&,
-              const std::vector<py::function>&,
-              const std::optional<FSDPModule>&,
-              const SummonOptions&>(),
-          py::arg("slots"),
-          py::arg("replace"),
-          py::arg("only"),
-          py::arg("options"))
+          py::arg("with_grads"))
       .def("end", &Summoned::end, NoGil());
 }
 

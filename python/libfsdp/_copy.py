@@ -7,12 +7,11 @@ import copy
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from . import _C
 from ._composable import mark, unmark
-from ._registered import Registered
-from ._sharded import extended_of
+from ._registered import Registered, sharded_behind
+from ._sharded import Sharded
 from ._state import FSDPState, state_of
 
 
@@ -20,20 +19,32 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = _states(module)
     for state in states:
         state.follow()
-    sharded = {id(each): each for state in states for _, _, each in state.places}.values()
+    sharded = list({id(each): each for state in states for _, _, each in state.sharded()}.values())
+    copied = {}  # by an optimizer's copy, for example, which is going to train the twin then
     for each in sharded:
-        if extended_of(each.parameter) is not None:
+        if each.is_extended:
             raise TypeError(
                 f"copy.deepcopy of a sharded module with a {type(each.parameter.to_local()).__name__} parameter is not "
                 "supported: build the copy as the original was built, and load its state_dict()"
             )
-        memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = each.unsharded_on_meta()
+        known = memo.get(id(each.parameter))
+        if sharded_behind(known) is None:  # else a module copied before has it too
+            copied[each] = known
+            memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = each.unsharded_on_meta()
     twin = _copy_unsharded(module, memo)
     pairs = dict(zip(module.modules(), twin.modules(), strict=True))
     for state in reversed(states):  # children first
         _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], memo)
-    for each in module.modules():
-        _copy_values(each, pairs[each])
+    for state in states:
+        for owner, name, each in state.sharded():
+            if each in copied:
+                _copy_values(each, pairs[owner], name, copied.pop(each))
+                twins = Registered.of(pairs[owner]).sharded[name]
+                for part in ("parameter", "handle", "shadow"):
+                    memo[id(getattr(each, part))] = getattr(twins, part)
+    for each in pairs.values():
+        if (state := state_of(each)) is not None:
+            state.follow(each)
     return twin
 
 
@@ -67,19 +78,14 @@ def _shard_alike(state: FSDPState, modules: list[nn.Module], memo: dict[int, Any
     from ._fully_shard import fully_shard
 
     ignored = {memo.get(id(each), each) for each in state.arguments["ignored_params"] or ()}
-    fully_shard(modules if len(modules) > 1 else modules[0], **dict(state.arguments, ignored_params=ignored))
-    twin = state_of(modules[0])
-    _C.copy_settings(state.unit, twin.unit)
+    fully_shard(modules, **dict(state.arguments, ignored_params=ignored))
+    _C.copy_settings(state.unit, state_of(modules[0]).unit)
+    for setter, value in state.collective_settings.items():
+        getattr(modules[0], setter)(value)
 
 
-def _copy_values(module: nn.Module, twin: nn.Module) -> None:
-    for name, parameter in module._parameters.items():
-        mine = twin._parameters.get(name)
-        if isinstance(mine, DTensor) and mine.is_meta and isinstance(parameter, DTensor):
-            fresh = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-            sharded = Registered.of(twin).sharded[name]
-            setattr(twin, name, fresh)
-            sharded.follow(twin, name)
-    state = state_of(twin)
-    if state is not None:
-        state.follow(twin)
+def _copy_values(sharded: Sharded, twin: nn.Module, name: str, copied: nn.Parameter | None) -> None:
+    original = sharded.parameter
+    if not original.is_meta:
+        setattr(twin, name, nn.Parameter(original.detach().clone(), original.requires_grad) if copied is None else copied)
+        Registered.of(twin).sharded[name].follow(twin, name)

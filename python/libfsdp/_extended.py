@@ -6,18 +6,17 @@ later gathers, and lose it in between, as a plain parameter's handle does.
 """
 
 import inspect
-import math
 import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
-from ._layout import DataParallel
+from ._layout import DataParallel, Layout
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._registered import remember
 from ._sharded import Sharded, original_local
@@ -86,9 +85,7 @@ class GatherHooks:
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole tensor."""
         rows = self.size[self.dim]
-        chunk = math.ceil(rows / self.ranks.size)
-        begin = min(rows, chunk * self.ranks.rank)
-        length = min(rows, begin + chunk) - begin
+        length, begin = Shard.local_shard_size_and_offset(rows, self.ranks.size, self.ranks.rank)
         piece = local.detach().narrow(self.dim, begin, length).clone(memory_format=torch.contiguous_format)
         return piece if piece.is_meta else piece.to("cpu" if self.offloaded else self.device)
 
@@ -151,10 +148,10 @@ class Extended(Sharded):
     __slots__ = ("hooks",)
     is_extended = True
 
-    def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel, hooks: GatherHooks):
+    def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout, hooks: GatherHooks):
         self.hooks = hooks
         hooks.sharded = weakref.ref(self)
-        super().__init__(shard, original, parallel)
+        super().__init__(shard, original, layout)
         original._fsdp_sharded = weakref.ref(self)  # it may be tied to parameters of other units
 
     def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
@@ -178,7 +175,7 @@ class Extended(Sharded):
         self.parameter._fsdp_sharded = weakref.ref(self)
         super().enter(module, name)
 
-    def _follow_dtype(self) -> None:
+    def _follow_handle(self) -> None:
         pass  # the next gather makes a whole of whatever dtype
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:

@@ -1,9 +1,9 @@
 """``fully_shard``: converts its arguments, has the engine make a unit, and shows its parameters."""
 
+import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,12 +14,12 @@ from torch.distributed.tensor import Shard
 from . import _C
 from ._composable import applied_to, mark
 from ._extended import Extended, GatherHooks, is_extended, stand_in
-from ._layout import DataParallel
+from ._layout import DataParallel, Layout
 from ._mesh import check_mesh, default_mesh
 from ._module import FSDPModule, sharded_class
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
 from ._registered import sharded_behind
-from ._sharded import Sharded, extended_of, local_of
+from ._sharded import Sharded, local_of
 from ._state import FSDPState, state_of
 
 
@@ -73,7 +73,6 @@ def fully_shard(
     state = FSDPState(unit, arguments, parallels)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
-    state.pending = any(sharded.needs_whole for _, _, sharded in places)
     for each in modules:
         each.__dict__["_fsdp_state"] = state
         mark(each)
@@ -128,6 +127,8 @@ def _is_compiled(module: nn.Module) -> bool:
 
 def _checked_modules(module: Any) -> list[nn.Module]:
     alone = isinstance(module, nn.Module)
+    if not alone and not isinstance(module, Iterable):
+        raise ValueError(f"fully_shard expects a module or a list of modules, got {type(module)}")
     modules = [module] if alone else list(module)
     for each in modules:
         if not isinstance(each, nn.Module):
@@ -182,7 +183,7 @@ def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-def _slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
+def named_slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
     for path, module in _named_modules(root):
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -196,6 +197,11 @@ def _placement(
     placement = function(parameter) if function else None
     mesh = None
     if hasattr(placement, "mesh_info"):  # PyTorch's ShardPlacementResult
+        if getattr(placement.mesh_info, "spmd_mesh", None) is not None:
+            raise NotImplementedError(
+                f"shard_placement_fn gave '{path}' a mesh with data parallel dimensions of its own (spmd_mesh): put its "
+                "module into a call of its own, with mesh and dp_mesh_dims"
+            )
         placement, mesh = placement.placement, placement.mesh_info.mesh
         check_mesh(mesh)
     if placement is None:
@@ -225,6 +231,31 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
         )
 
 
+def _slots_to_shard(root: nn.Module, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
+    """Without what sharded modules below have left alone, unless it is a parameter of others too."""
+    slots = [slot for slot in named_slots(root) if slot[3] not in ignored]
+    decided = {module for child in root.modules() if state_of(child) for module in child.modules()}
+    others = {parameter for _, owner, _, parameter in slots if owner not in decided}
+    return [slot for slot in slots if slot[3] in others or _C.belongs_to_unit(local_of(slot[3]))]
+
+
+def _check_not_below(modules: list[nn.Module], slots: list[list[tuple]]) -> None:
+    """An error if nothing is left to shard, because of a call on a module above."""
+    decided = {module for each in modules for child in each.modules() if state_of(child) for module in child.modules()}
+    taken = [path for own in slots for path, owner, name, _ in own if owner not in decided and _is_home(owner, name)]
+    if taken:
+        raise ValueError(
+            f"fully_shard was called on a {type(modules[0]).__name__} whose parameters ({', '.join(taken)}) an earlier call "
+            "on a module above it has sharded: call it on the blocks first, and on the whole model last"
+        )
+
+
+def _is_home(owner: nn.Module, name: str) -> bool:
+    """Whether what is registered there is a sharded parameter that is shown there."""
+    sharded = getattr(owner._parameters, "sharded", {}).get(name)
+    return sharded is not None and owner._parameters[name] is sharded.parameter
+
+
 def _make_unit(
     modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
 ) -> tuple[_C.Unit, list[tuple], list[DataParallel]]:
@@ -232,7 +263,7 @@ def _make_unit(
     views, slots = [], []
     planned: dict[nn.Parameter, _Plan] = {}
     for root in modules:
-        own = [slot for slot in _slots(root) if slot[3] not in ignored]
+        own = _slots_to_shard(root, ignored)
         for slot in own:
             if slot[3] not in planned and not _C.belongs_to_unit(local_of(slot[3])):
                 planned[slot[3]] = _plan(slot, arguments, parallel)
@@ -240,21 +271,24 @@ def _make_unit(
         buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
         known = lambda parameter: planned[parameter].tensor if parameter in planned else local_of(parameter)  # noqa: E731
         tensors = [(path, known(parameter)) for path, _, _, parameter in own]
-        views.append(_C.ModuleView(type(root).__name__, tensors, below, buffers))
+        views.append((type(root).__name__, tensors, below, buffers))
         slots.append(own)
+    if not planned:
+        _check_not_below(modules, slots)
     options = _engine_options(arguments, parallel, [plan.placement for plan in planned.values()])
     unit, shards = _C.shard_modules(views, options)
     parallels = {plan.parallel.mesh: plan.parallel for plan in planned.values()} or {parallel.mesh: parallel}
     return unit, _show(slots, shards, planned), list(parallels.values())
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Plan:
     """How a parameter is going to be sharded."""
 
     tensor: torch.Tensor  # that the engine is given
     placement: tuple[torch.Tensor, int, _C.Mesh | None, _C.GatherExtension | None]
     parallel: DataParallel
+    layout: Layout
     hooks: GatherHooks | None  # if it is gathered by hooks of its own
 
 
@@ -264,18 +298,31 @@ def _plan(slot: tuple[str, nn.Module, str, nn.Parameter], arguments: dict[str, A
     dim, mesh = _placement(parameter, path, arguments["shard_placement_fn"])
     own_parallel = DataParallel.over(mesh, None) if mesh else parallel
     own_parallel.check(parameter, path)
+    layout = own_parallel.layout(parameter, dim)
     tensor, hooks, extension = local_of(parameter), None, None
     if is_extended(tensor):
         tensor = stand_in(parameter)
         hooks = GatherHooks(parameter, owner, path, dim, own_parallel, arguments)
         extension = _C.GatherExtension(hooks)
-    return _Plan(tensor, (tensor, dim, own_parallel.engine if mesh else None, extension), own_parallel, hooks)
+    placement = (tensor, dim, own_parallel.engine if mesh else None, extension)
+    return _Plan(tensor, placement, own_parallel, layout, hooks)
+
+
+def _check_policy(policy: MixedPrecisionPolicy) -> None:
+    known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+    for field in dataclasses.fields(policy):
+        if field.name not in known and getattr(policy, field.name) != field.default:
+            raise NotImplementedError(
+                f"libfsdp does not have MixedPrecisionPolicy.{field.name}, which torch {torch.__version__} has: leave it "
+                "out, and shard modules that need another policy in a call of their own"
+            )
 
 
 def _engine_options(
     arguments: dict[str, Any], parallel: DataParallel, placements: list[tuple]
 ) -> _C.FullyShardOptions:
     policy, offload = arguments["mp_policy"], arguments["offload_policy"]
+    _check_policy(policy)
     options = _C.FullyShardOptions(parallel.engine, arguments["reshard_after_forward"])
     options.set_precision(policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
     if isinstance(offload, CPUOffloadPolicy):
@@ -292,7 +339,7 @@ def _show(
     places = []
     for own, own_shards in zip(slots, shards, strict=True):
         for (_, owner, name, parameter), shard in zip(own, own_shards, strict=True):
-            if shard is None or _is_shown(parameter, shard):
+            if shard is None or _is_home(owner, name):
                 continue  # left alone, or shown by an earlier call
             if shard not in shown:
                 shown[shard] = _sharded_for(shard, parameter, planned.get(parameter))
@@ -300,14 +347,15 @@ def _show(
     return places
 
 
-def _is_shown(parameter: nn.Parameter, shard: torch.Tensor) -> bool:
-    extended = extended_of(parameter)
-    return local_of(parameter) is shard if extended is None else parameter is extended.parameter
-
-
 def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, plan: _Plan | None) -> Sharded:
-    if plan is None:
-        return sharded_behind(_C.handle_of(shard))  # tied to a parameter of another unit
+    if plan is None:  # tied to a parameter of another unit
+        sharded = sharded_behind(_C.handle_of(shard))
+        if sharded is None:
+            raise RuntimeError(
+                f"fully_shard was given a parameter of shape {tuple(parameter.shape)} that an earlier call, which failed or "
+                "whose module is gone, has sharded: build the model anew"
+            )
+        return sharded
     if plan.hooks is not None:
-        return Extended(shard, parameter, plan.parallel, plan.hooks)
-    return Sharded(shard, parameter, plan.parallel)
+        return Extended(shard, parameter, plan.layout, plan.hooks)
+    return Sharded(shard, parameter, plan.layout)

@@ -12,6 +12,18 @@ from ._mesh import device_of, engine_mesh
 from ._policy import DataParallelMeshDims
 
 
+Placements = tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one sharded parameter lies."""
+
+    mesh: DeviceMesh  # of its shards
+    placements: Placements
+    around: tuple[DeviceMesh, Placements] | None  # of the whole, to the module's own code; None: a plain tensor
+
+
 @dataclass(frozen=True)
 class DataParallel:
     """The data parallel dimensions that ``fully_shard`` was given."""
@@ -28,7 +40,10 @@ class DataParallel:
             return DataParallel(mesh, engine_mesh(mesh))
         names = mesh.mesh_dim_names
         if names is None:
-            raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
+            raise ValueError(
+                "mesh must have mesh_dim_names when dp_mesh_dims is provided: "
+                "init_device_mesh(device, shape, mesh_dim_names=('dp', 'tp'))"
+            )
         for name in (*dims.shard_names, *dims.replicate_names):
             if name not in names:
                 raise ValueError(f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}")
@@ -49,7 +64,10 @@ class DataParallel:
         """An error if a parameter does not lie as this asks for."""
         if not isinstance(parameter, DTensor):
             if self.spmd is not None:
-                raise ValueError(f"With dp_mesh_dims parameters must be DTensors on the mesh, and '{path}' is none")
+                raise ValueError(
+                    f"With dp_mesh_dims parameters must be DTensors on the mesh, and '{path}' is none: give it to "
+                    "distribute_tensor(parameter, mesh, placements), or its module to distribute_module(module, mesh)"
+                )
             return
         other = parameter.device_mesh.device_type
         if other != self.mesh.device_type:
@@ -62,45 +80,44 @@ class DataParallel:
         if parameter.device_mesh != self.spmd:
             raise ValueError(
                 f"With dp_mesh_dims parameters must be on the same mesh: '{path}' is on {parameter.device_mesh}, and "
-                f"{self.spmd} was given"
+                f"{self.spmd} was given; distribute all parameters over the mesh that you give to fully_shard"
             )
         for name, placement in zip(self.spmd.mesh_dim_names, parameter.placements, strict=True):
             if name in (*self.dims.shard_names, *self.dims.replicate_names) and not placement.is_replicate():
-                raise ValueError(f"Expected Replicate on the data parallel dim '{name}', got {placement} for '{path}'")
+                raise ValueError(
+                    f"Expected Replicate on the data parallel dim '{name}', got {placement} for '{path}': fully_shard cuts "
+                    "there itself"
+                )
 
-    def layout(self, parameter: torch.Tensor, dims: list[int | None]) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Of the shards, which the engine has cut along ``dims``, one for each of its mesh's dimensions."""
+    def layout(self, parameter: torch.Tensor, dim: int) -> Layout:
+        """Of a parameter which the engine cuts along ``dim``, over the last dimension of its mesh."""
+        replicated = (Replicate(),) * (self.engine.ndim - 1)
         if not isinstance(parameter, DTensor):
-            return self.mesh, tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-        cut = next(dim for dim in dims if dim is not None)
+            return Layout(self.mesh, (*replicated, Shard(dim)), None)
+        given = tuple(parameter.placements)
         if self.spmd is not None:
-            return self.result, self._placements_on_result(parameter.placements, cut)
+            return Layout(self.result, self._placements_on_result(given, dim), self._rest(given))
         before = parameter.device_mesh
-        split = _ranks_that_cut(cut, parameter.placements, before.shape)
-        mine = tuple(Replicate() if dim is None else _cut(dim, split) for dim in dims)
-        return _joined(self.mesh, before), (*mine, *parameter.placements)
+        mine = _cut(dim, _ranks_that_cut(dim, given, before.shape))
+        return Layout(_joined(self.mesh, before), (*replicated, mine, *given), (before, given))
 
-    def _placements_on_result(self, given: tuple[Placement, ...], dim: int) -> tuple[Placement, ...]:
+    def _placements_on_result(self, given: Placements, dim: int) -> Placements:
         names = self.spmd.mesh_dim_names
         if not self.dims.shard_names:
-            return tuple(given)
+            return given
         first = min(map(names.index, self.dims.shard_names))
         mine = _cut(dim, _ranks_that_cut(dim, given[first + 1 :], self.spmd.shape[first + 1 :]))
         placed = dict(zip(names, given, strict=True))
         placed[names[first]] = placed["_".join(self.dims.shard_names)] = mine
         return tuple(placed.get(name, Replicate()) for name in self.result.mesh_dim_names)
 
-    def around(self, parameter: torch.Tensor) -> tuple[DeviceMesh, tuple[Placement, ...]] | None:
-        """On which mesh the whole parameter is a DTensor to the module's own code; None if it is a plain tensor."""
-        if not isinstance(parameter, DTensor):
-            return None
-        if self.spmd is None:
-            return parameter.device_mesh, tuple(parameter.placements)
+    def _rest(self, given: Placements) -> tuple[DeviceMesh, Placements] | None:
+        """What is left of the whole mesh without the data parallel dimensions."""
         data_parallel = (*self.dims.shard_names, *self.dims.replicate_names)
         rest = tuple(name for name in self.spmd.mesh_dim_names if name not in data_parallel)
         if not rest:
             return None
-        kept = zip(self.spmd.mesh_dim_names, parameter.placements, strict=True)
+        kept = zip(self.spmd.mesh_dim_names, given, strict=True)
         return self.spmd[rest], tuple(placement for name, placement in kept if name in rest)
 
 
@@ -122,7 +139,7 @@ def _with_one_shard_dim(mesh: DeviceMesh, dims: DataParallelMeshDims, parts: lis
     return DeviceMesh._concatenate(kept)
 
 
-def _ranks_that_cut(dim: int, placements: tuple[Placement, ...], sizes: tuple[int, ...]) -> int:
+def _ranks_that_cut(dim: int, placements: Placements, sizes: tuple[int, ...]) -> int:
     ranks = 1
     for size, placement in zip(sizes, placements, strict=True):
         ranks *= size if placement.is_shard(dim) else 1
@@ -135,10 +152,14 @@ def _cut(dim: int, split: int) -> Placement:
 
 
 def _joined(data_parallel: DeviceMesh, other: DeviceMesh) -> DeviceMesh:
-    root = data_parallel._get_root_mesh()
-    if root != other._get_root_mesh() or not data_parallel.mesh_dim_names or not other.mesh_dim_names:
-        raise ValueError(
-            "Parameters that are DTensors have to be on a slice of the mesh that the FSDP mesh is a slice of, both with "
-            f"mesh_dim_names; got {other} for the parameter and {data_parallel} for fully_shard"
-        )
-    return root[(*data_parallel.mesh_dim_names, *other.mesh_dim_names)]
+    if data_parallel.mesh_dim_names and other.mesh_dim_names:
+        try:
+            return DeviceMesh._concatenate([data_parallel, other])
+        except RuntimeError as error:
+            reason = str(error)
+    else:
+        reason = "one of them has no mesh_dim_names"
+    raise ValueError(
+        "Parameters that are DTensors have to be on a slice of the mesh that the FSDP mesh is a slice of, both with "
+        f"mesh_dim_names; got {other} for the parameter and {data_parallel} for fully_shard: {reason}"
+    )

@@ -4,11 +4,12 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp as torch_fsdp
+from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
-from ._comm import as_all_gather, as_reduce_scatter
 from ._copy import copy_sharded
 from ._state import FSDPState, state_of
 
@@ -29,6 +30,18 @@ def _as_plain_event(event: torch.Event, device: torch.device) -> torch.Event:
     stream = torch.get_device_module(device).Stream(device=device)
     event.wait(stream)
     return stream.record_event(torch.Event(device=device))
+
+
+def _collective(comm: Callable, mesh: DeviceMesh, **reduction: Any) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """One that users bring, as the engine calls it."""
+    group = mesh.get_group(mesh.ndim - 1)
+
+    def run(output: torch.Tensor, input: torch.Tensor) -> None:
+        work = comm(output_tensor=output, input_tensor=input, group=group, async_op=False, **reduction)
+        if work is not None:
+            work.wait()
+
+    return run
 
 
 def _units(modules: Iterable[Any]) -> list[_C.Unit]:
@@ -56,8 +69,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return state
 
     def _below(self, recurse: bool) -> list[_C.Unit]:
+        return [state.unit for state in self._states_below(recurse)]
+
+    def _states_below(self, recurse: bool) -> Iterable[FSDPState]:
         modules = self.modules() if recurse else [self]
-        return [state.unit for state in dict.fromkeys(filter(None, map(state_of, modules)))]
+        return dict.fromkeys(filter(None, map(state_of, modules)))
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Makes the parameters whole until ``reshard``; once they were used, they are freed as always.
@@ -112,13 +128,16 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_custom_all_gather(self, comm: Callable) -> None:
         """Gathers through ``comm(output_tensor, input_tensor, group, async_op)``. Collective."""
         state = self._get_fsdp_state()
-        state.unit.set_custom_all_gather(as_all_gather(comm, state.only_parallel("set_custom_all_gather").mesh))
+        mesh = state.only_parallel("set_custom_all_gather").mesh
+        state.unit.set_custom_all_gather(_collective(comm, mesh))
+        state.collective_settings["set_custom_all_gather"] = comm
 
     def set_custom_reduce_scatter(self, comm: Callable) -> None:
         """Reduces through ``comm(output_tensor, input_tensor, group, op, async_op)``."""
         state = self._get_fsdp_state()
-        parallel = state.only_parallel("set_custom_reduce_scatter")
-        state.unit.set_custom_reduce_scatter(as_reduce_scatter(comm, parallel.mesh))
+        mesh = state.only_parallel("set_custom_reduce_scatter").mesh
+        state.unit.set_custom_reduce_scatter(_collective(comm, mesh, op=dist.ReduceOp.SUM))
+        state.collective_settings["set_custom_reduce_scatter"] = comm
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
@@ -165,8 +184,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reductions use a communicator of their own, so that they do not queue behind gathers. Collective."""
-        for unit in self._below(recurse):
-            unit.set_separate_reduce_scatter_group(enable, False)
+        for state in self._states_below(recurse):
+            state.unit.set_separate_reduce_scatter_group(enable, False)
+            state.collective_settings["set_separate_reduce_scatter_group"] = enable
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not prefetch this module (an embedding's backward needs no weight)."""
@@ -183,20 +203,18 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Buffers for collectives come from the process group's backend, if it has memory of its own (NCCL), for all modules
         that share the group."""
+        state = self._get_fsdp_state()
         try:
-            self._get_fsdp_state().unit.set_allocate_memory_from_process_group_for_comm(enable)
+            state.unit.set_allocate_memory_from_process_group_for_comm(enable)
         except _C.Error as error:
             raise AssertionError(str(error)) from None
+        state.collective_settings["set_allocate_memory_from_process_group_for_comm"] = enable
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not there: libfsdp has its own shared memory on one host, and leaves NCCL's to NCCL."""
         raise NotImplementedError(
             f"set_symm_mem_for_comm({backend!r}): libfsdp does not use symmetric memory; leave the call out"
         )
-
-    def _set_unshard_async_op(self, async_op: bool) -> None:
-        # Gathers are always asynchronous, and waited for at the first use.
-        pass
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
@@ -216,13 +234,17 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def __reduce_ex__(self, _protocol: int) -> NoReturn:
         raise TypeError(
             f"{type(self).__name__} cannot be pickled: each rank holds only its shards. Save model.state_dict() with "
-            "torch.distributed.checkpoint, or whole parameters from within libfsdp.summon_full_params(model)"
+            "torch.distributed.checkpoint, or whole parameters from within libfsdp.summon_full_params(model). For a "
+            "sharded copy, copy.deepcopy(model)"
         )
 
 
 def _refusal(name: str) -> Callable:
     def refuse(self: FSDPModule, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise NotImplementedError(f"libfsdp does not have FSDPModule.{name}, which torch {torch.__version__} has")
+        raise NotImplementedError(
+            f"libfsdp does not have FSDPModule.{name}, which torch {torch.__version__} has: leave the call out (what there "
+            "is in its place, docs/python.md says)"
+        )
 
     return refuse
 

@@ -17,8 +17,8 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from ._layout import DataParallel
-from ._registered import Registered, remember
+from ._layout import Layout
+from ._registered import Registered, remember, sharded_behind
 
 
 def local_of(parameter: torch.Tensor) -> torch.Tensor:
@@ -26,6 +26,9 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     sharded = extended_of(parameter)
     if sharded is not None:
         return sharded.shown.shard
+    sharded = sharded_behind(parameter)
+    if sharded is not None:
+        return sharded.handle
     handle = getattr(parameter, "_fsdp_handle", None)
     return original_local(parameter) if handle is None else handle
 
@@ -79,6 +82,10 @@ class OnTheWhole:
         self.handle().grad = None
 
 
+def _leave_apart() -> None:
+    """In place of an RNN's ``flatten_parameters``, which on a GPU wants addresses, of memory that is not there."""
+
+
 class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
@@ -87,21 +94,17 @@ class Sharded:
         *("shown", "stride"),
     )
 
-    def __init__(self, shard: torch.Tensor, original: nn.Parameter, parallel: DataParallel):
-        info = _C.sharded(shard)
+    def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout):
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
         self.given = (original.device_mesh, original.placements) if isinstance(original, DTensor) else None
-        self.around = parallel.around(original)
-        self.mesh, self.placements = parallel.layout(original, info.shard_dims)
-        if isinstance(original, DTensor):
-            self.shape, self.stride = original.shape, original.stride()
-        else:
-            self.shape, self.stride = torch.Size(info.sizes), tuple(info.strides)
+        self.mesh, self.placements, self.around = layout.mesh, layout.placements, layout.around
+        self.handle = _C.handle_of(shard)
+        like = original if isinstance(original, DTensor) else self.handle
+        self.shape, self.stride = like.shape, like.stride()
         requires_grad = original.requires_grad
         self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
         self.shown = self._shown(shard)
         _C.show_as(shard, self.shown)
-        self.handle = _C.handle_of(shard)
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
@@ -151,13 +154,21 @@ class Sharded:
         """What the module's code reads: the handle, or a DTensor through which gradients reach it."""
         if self.around is None:
             return self.handle
-        mesh, placements = self.around
         with torch.enable_grad():
-            shadow = DTensor.from_local(
-                self.handle, mesh, placements, run_check=False, shape=self.shape, stride=self.stride
-            )
+            shadow = self._around(self.handle)
         shadow._is_param = True
         return shadow
+
+    def _around(self, whole: torch.Tensor) -> DTensor:
+        mesh, placements = self.around
+        return DTensor.from_local(whole, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
+
+    def as_given(self, whole: torch.Tensor) -> nn.Parameter:
+        """A DTensor on the mesh that ``fully_shard`` was not given, in the memory of a plain tensor."""
+        parameter = nn.Parameter(self._around(whole.detach()), whole.requires_grad)
+        if whole.grad is not None:
+            parameter.grad = self._around(whole.grad)
+        return parameter
 
     def enter(self, module: nn.Module, name: str) -> None:
         """Puts the parameter and its shadow into their places."""
@@ -166,6 +177,7 @@ class Sharded:
         Registered.of(module).enter(name, self)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
+            module.__dict__["flatten_parameters"] = _leave_apart
 
     def is_at(self, module: nn.Module, name: str) -> bool:
         return any(reference() is module and at == name for reference, at in self.places)
@@ -179,10 +191,11 @@ class Sharded:
         """Takes over what users have registered in the parameter's place, if it is there to stay."""
         if Registered.of(module).is_exchanged(name):
             return
+        self.shown.note_replacement()
         current = module._parameters[name]
         if current is not self.parameter:
             self._take_over(self._accept(current, name))
-        self._follow_dtype()
+        self._follow_handle()
         self.enter(module, name)
 
     def _take_over(self, parameter: nn.Parameter) -> None:
@@ -193,18 +206,18 @@ class Sharded:
         for module, name in homes:
             self.enter(module, name)
 
-    def _follow_dtype(self) -> None:
-        """A DTensor around the handle has the dtype that the handle had when it was made."""
+    def _follow_handle(self) -> None:
+        """A DTensor around the handle is as the handle was when it was made."""
         if self.around is not None and not self.parameter.is_meta:
             self.handle.detach()  # an operator, before which the engine takes over new data; collective then
-            if self.handle.dtype != self.shadow.dtype:
+            if (self.handle.dtype, self.handle.requires_grad) != (self.shadow.dtype, self.shadow.requires_grad):
                 self._show_handle()
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:
             raise ValueError(
                 f"the sharded parameter '{name}' has shape {tuple(self.shape)}, and a tensor of shape "
-                f"{tuple(current.shape)} was put in its place"
+                f"{tuple(current.shape)} was put in its place: put a whole one there, or a DTensor of that shape"
             )
         if not isinstance(current, DTensor):
             return self._as_parameter(_C.piece_of(self.handle, current.detach()), current.requires_grad)

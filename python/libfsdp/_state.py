@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -61,7 +61,8 @@ class FSDPState(_C.ModuleState):
         self.arguments = arguments
         self.parallels = parallels  # one for each mesh that the parameters are on
         self.device = parallels[0].device
-        self.places: list[tuple[weakref.ref[nn.Module], str, Sharded]] = []
+        self.places: list[tuple[weakref.ref[nn.Module], str]] = []
+        self.collective_settings: dict[str, Any] = {}  # by their setters; a copy is given them too
         policy = arguments["mp_policy"]
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype
@@ -72,46 +73,59 @@ class FSDPState(_C.ModuleState):
         if len(self.parallels) > 1:
             raise ValueError(
                 f"{setter} is for parameters on one mesh, and shard_placement_fn put this module's on "
-                f"{len(self.parallels)}: which of them would it be for?"
+                f"{len(self.parallels)}. Shard those on a mesh of their own in a call of their own, and set it there"
             )
         return self.parallels[0]
 
     def add(self, module: nn.Module, name: str, sharded: Sharded) -> None:
         sharded.enter(module, name)
-        self._watch(module, name, sharded)
+        self._watch(module, name)
+        self.pending |= sharded.needs_whole
 
-    def _watch(self, module: nn.Module, name: str, sharded: Sharded) -> None:
-        self.places.append((weakref.ref(module), name, sharded))
+    def sharded(self) -> Iterator[tuple[nn.Module, str, Sharded]]:
+        """What is in the places. Users may have tied parameters since; and nothing may be there for a while."""
+        for reference, name in self.places:
+            module = reference()
+            if module is not None and module._parameters.get(name) is not None:
+                yield module, name, Registered.of(module).sharded[name]
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        self.places.append((weakref.ref(module), name))
+        sharded = Registered.of(module).sharded[name]
+        if module._parameters.get(name) is None:
+            self.watch(module._parameters, name, None, None)
+            return
         follows = sharded.shadow is not sharded.handle or sharded.is_extended
         self.watch(module._parameters, name, sharded.parameter, sharded.shown if follows else None)
         if sharded.shadow is not sharded.handle:
-            self.watch_shadow(weakref.ref(module), name, sharded.shadow)
+            self.watch_shadow(weakref.ref(module), name, sharded.shadow, sharded.parameter)
 
     def follow(self, called: nn.Module | None = None) -> None:
         """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
         is about to read them."""
-        places, self.places = self.places, []
+        places = [(module, name) for reference, name in self.places if (module := reference()) is not None]
+        for module, name in places:
+            if module._parameters.get(name) is not None:
+                Registered.of(module).sharded[name].follow(module, name)
+        self.places = []
         self.forget()
-        for reference, name, sharded in places:
-            module = reference()
-            if module is not None and module._parameters.get(name) is not None:
-                sharded = Registered.of(module).sharded[name]  # another one, if users have tied them
-                sharded.follow(module, name)
-                self._watch(module, name, sharded)
-        self.pending = any(sharded.is_extended for _, _, sharded in self.places)
+        for module, name in places:
+            self._watch(module, name)
+        self.pending = any(sharded.is_extended for _, _, sharded in self.sharded())
         if self.pending and called is not None:
             self.show_wholes()
 
     def show_wholes(self) -> None:
         """Of parameters that are tensor subclasses: they are made by the first gather."""
-        if any(sharded.parameter.is_meta for _, _, sharded in self.places):
+        places = list(self.sharded())
+        if any(sharded.parameter.is_meta for _, _, sharded in places):
             return  # an operator on one of the others says what to do
-        if any(sharded.needs_whole for _, _, sharded in self.places):
+        if any(sharded.needs_whole for _, _, sharded in places):
             self.unit.unshard(False)
             self.unit.reshard()
-        for reference, name, sharded in self.places:
-            if not Registered.of(reference()).is_exchanged(name):
-                sharded.enter(reference(), name)
+        for module, name, sharded in places:
+            if not Registered.of(module).is_exchanged(name):
+                sharded.enter(module, name)
         self.pending = False
 
     def _begins_a_forward(self) -> bool:

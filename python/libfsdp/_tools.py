@@ -1,14 +1,18 @@
 """What only libfsdp has."""
 
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._registered import Registered
+from ._fully_shard import named_slots
+from ._registered import Registered, sharded_behind
 from ._sharded import local_of
 from ._state import state_of
 
@@ -31,9 +35,32 @@ def clip_grad_norm_(
     same on every rank. Takes a module or parameters; sharded and plain ones may be mixed. Collective."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    elif isinstance(parameters, torch.Tensor):
-        parameters = [parameters]
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if any(isinstance(p, DTensor) and not _is_ours_alone(p) for p in parameters):
+        return _clip_on_several_meshes(parameters, max_norm, float(norm_type), error_if_nonfinite)
     return _C.clip_grad_norm_([local_of(p) for p in parameters], max_norm, float(norm_type), error_if_nonfinite)
+
+
+def _is_ours_alone(parameter: torch.Tensor) -> bool:
+    """Whether nothing but ``fully_shard`` has cut it."""
+    sharded = sharded_behind(parameter)
+    return sharded is not None and sharded.around is None
+
+
+def _clip_on_several_meshes(
+    parameters: list[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
+) -> torch.Tensor:
+    """PyTorch's functions, which know tensor parallelism, on the parameters of one mesh at a time."""
+    on_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
+    for parameter in dict.fromkeys(parameters):
+        if parameter.grad is not None:
+            on_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
+    norms = [nn.utils.get_total_norm([p.grad for p in own], norm_type) for own in on_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
+    for own in on_mesh.values():
+        nn.utils.clip_grads_with_norm_(own, max_norm, total)
+    return total
 
 
 @contextmanager
@@ -46,33 +73,34 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written.
+    """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written: write into them,
+    others in their places are dropped at the end. With tensor parallelism they are DTensors as before ``fully_shard``.
 
     Collective at its beginning and at its end. Not between a forward and the end of its backward.
     """
     state = state_of(module)
-    slots, replace = [], []
-    registered = []
-    for path, owner in module.named_modules():
-        for name, parameter in owner._parameters.items():
-            local = None if parameter is None else local_of(parameter)
-            if local is not None and _C.belongs_to_unit(local) and (recurse or state is not None):
-                slots.append((f"{path}.{name}" if path else name, local))
-                replace.append(lambda tensor, owner=owner, name=name: _register_whole(owner, name, tensor))
-                registered.append((owner, name, parameter))
-    options = _C.SummonOptions(writeback, rank0_only, offload_to_cpu, with_grads)
-    summoned = _C.Summoned(slots, replace, None if recurse else state.unit if state else None, options)
+    slots, places = [], []
+    for path, owner, name, parameter in named_slots(module):
+        if _C.belongs_to_unit(local_of(parameter)) and (recurse or state is not None):
+            slots.append((path, local_of(parameter), functools.partial(_register_whole, owner, name)))
+            places.append((owner, name, Registered.of(owner).sharded[name]))
+    only = None if recurse or state is None else state.unit
+    summoned = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)
     try:
         yield
     finally:
-        summoned.end()
-        for owner, name, parameter in registered:
-            Registered.of(owner).exchange_quietly(name, parameter)
+        try:
+            summoned.end()
+        finally:
+            for owner, name, sharded in places:
+                sharded.enter(owner, name)
 
 
 def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    registered = Registered.of(owner)
+    sharded = registered.sharded[name]
     tensor._is_param = True
-    Registered.of(owner).exchange_quietly(name, tensor)
+    registered.exchange_quietly(name, tensor if sharded.around is None else sharded.as_given(tensor))
 
 
 @contextmanager

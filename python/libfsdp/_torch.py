@@ -17,3 +17,10 @@ def check_torch() -> None:
         )
     if not torch.distributed.is_available():
         raise ImportError("libfsdp needs a torch that was built with torch.distributed")
+    try:
+        from . import _C  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            f"libfsdp does not load with torch {torch.__version__}; it was built against another one, or not at all "
+            f"({error}): pip install --no-build-isolation --force-reinstall --no-deps . builds it anew"
+        ) from error

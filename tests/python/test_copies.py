@@ -134,3 +134,61 @@ def test_a_copy_is_sharded_and_trains_as_the_original():
             assert all(torch.equal(trained[path], value) for path, value in expected.items())
         except Exception as error:
             raise AssertionError(f"{name}: {error}") from error
+
+
+@on_ranks(2, comm=("shm",))
+def test_an_optimizer_is_copied_with_its_model():
+    for model_first in (True, False):
+        model = blocks(seeded(Layers))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        both = (model, optimizer) if model_first else (optimizer, model)
+        for step in range(3):
+            if step == 1:
+                copies = copy.deepcopy(both)
+                twin, twins = copies if model_first else copies[::-1]
+                assert [id(p) for p in twins.param_groups[0]["params"]] == [id(p) for p in twin.parameters()]
+                pairs = [(model, optimizer), (twin, twins)]
+            for each, its_optimizer in pairs if step else [(model, optimizer)]:
+                loss_of(each, mine(rows(step, 4))).backward()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert p is not q and torch.equal(whole(p), whole(q))
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_copy_is_tied_as_the_original():
+    """Also where only the parts are sharded, and are copied one after the other."""
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    for layer in model:
+        fully_shard(layer)
+    twin = copy.deepcopy(model)
+    assert len(list(twin.parameters())) == 1 and twin[1].weight is twin[0].weight
+    assert torch.equal(whole(next(twin.parameters())), whole(next(model.parameters())))
+    loss_of(twin, mine(rows(0, 4))).backward()
+    assert next(model.parameters()).grad is None
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_list_that_is_one_unit():
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    fully_shard([layers])
+    twin = copy.deepcopy(layers)
+    assert all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(twin.parameters(), layers.parameters()))
+
+
+@on_ranks(2, comm=("gloo",))
+def test_collectives_of_the_users_are_the_copys_too():
+    calls = []
+
+    def gather(output_tensor, input_tensor, group, async_op):
+        calls.append(group.size())
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+    model = fully_shard(seeded(Layers))
+    model.set_custom_all_gather(gather)
+    model.set_separate_reduce_scatter_group(True)
+    twin = copy.deepcopy(model)
+    loss_of(twin, mine(rows(0, 4))).backward()
+    assert set(calls) == {2}

@@ -184,3 +184,20 @@ def test_negative_dimensions_and_contiguous_shards():
         for p in model.parameters():
             assert p.is_contiguous() and p.to_local().is_contiguous() and p.grad.to_local().is_contiguous()
         assert model[0].weight.is_contiguous()
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_a_module_below_has_ignored_stays_as_it_is():
+    model = seeded(mlp)
+    fully_shard(model[2], ignored_params={model[2][0].bias})
+    fully_shard(model)
+    assert [name for name, p in model.named_parameters() if not is_sharded(p)] == ["2.0.bias"]
+
+
+@on_ranks(2, comm=("shm",))
+def test_from_the_bottom_up():
+    model = fully_shard(seeded(mlp))
+    for module in (model[2], [model[0], model[3]]):
+        with pytest.raises(ValueError, match="weight.* an earlier call on a module above it has sharded"):
+            fully_shard(module)
+    check_training(model, seeded(mlp), loss_of, (5,), exact=True, steps=1)

@@ -133,6 +133,86 @@ def test_as_pytorch_with_tensor_parallel():
 
 
 @on_ranks(4)
+def test_a_frozen_parameter_thaws():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(mesh["tp"])
+    for parameter in model.up.parameters():
+        parameter.requires_grad_(False)
+    fully_shard(model, mesh=mesh["dp"])
+    model(batch_of(mesh, 0)[1]).pow(2).mean().backward()
+    assert model.up._parameters["weight"].grad is None
+    model.zero_grad()
+    for parameter in model.parameters():
+        parameter.requires_grad_(True)
+    check_as_unsharded(model, mesh)
+
+
+@on_ranks(4, comm=("shm",))
+def test_a_mesh_whose_dimensions_are_in_another_order():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    models = []
+    for shard in (fully_shard, torch_fsdp.fully_shard):
+        models.append(shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]))
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert p.placements == q.placements and p.device_mesh.mesh_dim_names == q.device_mesh.mesh_dim_names
+        assert torch.equal(p.to_local(), q.to_local())
+    check_as_unsharded(models[0], mesh)
+
+
+@on_ranks(4, comm=("shm",))
+def test_an_error_in_the_mesh_leaves_the_model_as_it_was():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = tensor_parallel(mesh["tp"])
+    with pytest.raises(ValueError, match="slice of the mesh"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+    fully_shard(model, mesh=mesh["dp"])
+    check_as_unsharded(model, mesh)
+
+
+class Normed(MLP):
+    """Its norm is not parallelized."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+@on_ranks(4)
+def test_clipping_over_several_meshes():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    batch, part = batch_of(mesh, 0)
+    for norm_type in (1.0, 2.0, float("inf")):
+        reference = seeded(Normed)
+        model = fully_shard(tensor_parallel(mesh["tp"], lambda: seeded(Normed)), mesh=mesh["dp"])
+        for module, rows in ((model, part), (reference, batch)):
+            module(rows).pow(4).mean().backward()
+        expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type)
+        norm = libfsdp.clip_grad_norm_(model, 0.01, norm_type)
+        torch.testing.assert_close(norm, expected)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+
+
+@on_ranks(4, comm=("shm",))
+def test_summoned_parameters_lie_as_before_sharding():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, unsharded = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]), tensor_parallel(mesh["tp"])
+    model(batch_of(mesh, 0)[1]).pow(2).mean().backward()
+    gradients = [whole(p.grad) for p in model.parameters()]
+    with libfsdp.summon_full_params(model, with_grads=True), torch.no_grad():
+        for p, q, gradient in zip(model.parameters(), unsharded.parameters(), gradients, strict=True):
+            assert p.placements == q.placements and p.device_mesh == q.device_mesh and p.requires_grad
+            assert torch.equal(whole(p), whole(q)) and torch.equal(whole(p.grad), gradient)
+            p.mul_(2)
+            p.grad.mul_(3)
+    for p, q, gradient in zip(model.parameters(), unsharded.parameters(), gradients, strict=True):
+        assert torch.equal(whole(p), whole(q) * 2) and torch.equal(whole(p.grad), gradient * 3)
+
+
+@on_ranks(4)
 def test_torchs_clip_reduces_once_for_each_mesh_dimension():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     batch, part = batch_of(mesh, 0)

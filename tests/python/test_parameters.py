@@ -424,6 +424,26 @@ def test_summon_full_params():
 
 
 @on_ranks(2, comm=("shm",))
+def test_what_cannot_be_written_back_is_an_error():
+    model, reference = sharded_mlp(), seeded(mlp)
+    with pytest.raises(libfsdp.Error, match="'0.weight' has shape .*Write into it"):
+        with libfsdp.summon_full_params(model), torch.no_grad():
+            model[0]._parameters["weight"].set_(torch.zeros(3))
+            for each in (model, reference):
+                each[3].bias.fill_(5)
+    check_same(model, reference)
+    check_training(model, reference, loss_of, (5,), exact=True, steps=1)
+
+
+@on_ranks(2, comm=("shm",))
+def test_others_in_the_places_of_summoned_parameters_are_dropped():
+    model, reference = sharded_mlp(), seeded(mlp)
+    with libfsdp.summon_full_params(model):
+        model[0].weight = nn.Parameter(torch.zeros(7, 5))
+    check_training(model, reference, loss_of, (5,), exact=True, steps=1)
+
+
+@on_ranks(2, comm=("shm",))
 def test_describe():
     text = str(libfsdp.describe(sharded_mlp()))
     assert "(root)" in text and "float32" in text and "Mesh(2, cpu)" in text

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import dataclasses
 import itertools
 
 import pytest
@@ -164,3 +165,17 @@ def test_norms_in_low_precision():
                 except RuntimeError as error:  # running statistics keep full precision, which not every kernel takes
                     gradients.append(str(error))
             assert gradients[0] == gradients[1] and (gradients[0] == [torch.float32] * 2 or norm is not layer_norm)
+
+
+@dataclasses.dataclass(frozen=True)
+class NewerPolicy(MixedPrecisionPolicy):
+    """As one of a PyTorch that has more."""
+
+    another: str | None = None
+
+
+@on_ranks(1, comm=("shm",))
+def test_what_a_newer_policy_says_is_not_left_unheard():
+    with pytest.raises(NotImplementedError, match="MixedPrecisionPolicy.another"):
+        fully_shard(nn.Linear(2, 2), mp_policy=NewerPolicy(another="given"))
+    fully_shard(nn.Linear(2, 2), mp_policy=NewerPolicy())

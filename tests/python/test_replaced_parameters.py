@@ -162,3 +162,59 @@ def test_another_models_parameter():
         check_same(model, reference, what="gradients")
         model.zero_grad(), reference.zero_grad()
     dist.barrier()
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_wrong_parameter_is_an_error_until_a_right_one_comes():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    fresh = torch.rand(7, 5, generator=torch.Generator().manual_seed(3))
+    for each in (model[0], model[3]):
+        each.weight = nn.Parameter(torch.rand(2, 2))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="'weight' has shape"):
+            loss_of(model, mine(rows(0, 5)))
+    model[0].weight, model[3].weight = nn.Parameter(fresh.clone()), nn.Parameter(reference[3].weight.detach().clone())
+    reference[0].weight = nn.Parameter(fresh)
+    model(mine(rows(0, 5)))
+    model.reset_iter_state()
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_parameter_is_taken_away_and_put_back():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    for take_away in (lambda module: setattr(module, "bias", None), lambda module: delattr(module, "bias")):
+        values = [each[0].bias.detach().clone() for each in (model, reference)]
+        take_away(model[0])
+        if not hasattr(model[0], "bias"):
+            model[0].register_parameter("bias", None)
+        model(mine(rows(0, 5)))
+        model.reset_iter_state()
+        for each, value in zip((model, reference), values):
+            each[0].bias = nn.Parameter(value + 1)
+        model(mine(rows(0, 5)))
+        model.reset_iter_state()
+        check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2, comm=("shm",))
+def test_tied_to_what_another_module_has_registered():
+    reference, model = seeded(Tied), seeded(lambda: Tied(tied=False))
+    fully_shard(model.embed)
+    model.head.weight = dict(model.embed.named_parameters())["weight"]
+    fully_shard(model.head)
+    fully_shard(model)
+    check_tied(model)
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2, comm=("shm",))
+def test_replaced_again_before_anybody_looked():
+    model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(10))))
+    for step in range(20):
+        model.to(torch.bfloat16).to(torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        for layer in model:
+            assert torch.equal(layer.weight, torch.full((8, 8), float(step)))
