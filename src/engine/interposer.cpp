@@ -107,7 +107,7 @@ void forget_writes(Unit& unit) {
       "[",
       call.name,
       "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
-      "Build the optimizer from model->parameters() after fully_shard, and read gradients there");
+      "Build the optimizer from the model's parameters() after fully_shard, and read gradients there");
 }
 
 void see(const at::Tensor& tensor, bool written, Call& call) {

@@ -31,8 +31,8 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
         alive && !param->handle_was_replaced(),
         "[backward] the data of '",
         name,
-        "' were replaced (set_data) after fully_shard, so that it is trained no more: copy new values into it under ",
-        "NoGradGuard, or into the shard that parameters() shows");
+        "' were replaced after fully_shard, so that it is trained no more: copy new values into it in ",
+        "no-grad mode, or into the shard that parameters() shows");
     alive->runtime().gradient_arrived(*param, handle);
   }
   Param* param; // lives as long as its unit
@@ -107,7 +107,7 @@ void Param::set_name(std::string name) {
       "[fsdp] raw access to the parameter '",
       name_,
       "', which is sharded at this moment: its memory is there while ",
-      "an operator reads it, between FSDPModule::unshard() and reshard(), or inside fsdp::summon_full_params. (Kernels "
+      "an operator reads it, between unshard() and reshard(), or inside summon_full_params. (Kernels "
       "that torch.compile generates read parameters so: compile with backend='aot_eager'.)");
 }
 

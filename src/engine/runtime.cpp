@@ -189,8 +189,8 @@ void Runtime::write(Unit& unit, const Param& param) {
       param.name(),
       "' was written between the beginning of a forward and the end of its backward, where ",
       "the graph still needs its old value. Write it before the forward or after the backward (after a forward ",
-      "without backward, call FSDPModule::reset_iter_state() on the root first, or run that forward under ",
-      "torch::NoGradGuard)");
+      "without backward, call reset_iter_state() on the root first, or run that forward in no-grad ",
+      "mode)");
   for (Unit* other : std::vector<Unit*>(unsharded_)) {
     if (other != &unit && other->is_private() && other->held == 0) {
       other->reshard();

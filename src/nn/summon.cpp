@@ -77,7 +77,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
       !unit->runtime().in_step(),
       "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
       "or after ",
-      "(after a forward without backward, call FSDPModule::reset_iter_state() on the root first)");
+      "(after a forward without backward, call reset_iter_state() on the root first)");
   unit->unshard();
   unit->wait();
   units.push_back(unit);

@@ -204,7 +204,7 @@ TEST(Errors, AnOptimizerBuiltBeforeFullyShard) {
         model->forward(torch::ones({2, 4})).sum().backward();
         optimizer.step();
       },
-      {"after fully_shard", "model->parameters()"});
+      {"after fully_shard", "the model's parameters()"});
 }
 
 TEST(Errors, AWriteToAHandleInTheMiddleOfAStep) {
