@@ -33,6 +33,12 @@ def local_of(parameter: torch.Tensor) -> torch.Tensor:
     return original_local(parameter) if handle is None else handle
 
 
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What has the gradient."""
+    sharded = extended_of(parameter)
+    return original_local(parameter) if sharded is None else sharded.shown.shard
+
+
 def original_local(parameter: torch.Tensor) -> torch.Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 

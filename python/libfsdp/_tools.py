@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from . import _C
 from ._fully_shard import named_slots
 from ._registered import Registered, sharded_behind
-from ._sharded import local_of
+from ._sharded import local_of, shard_of
 from ._state import state_of
 
 
@@ -38,7 +38,7 @@ def clip_grad_norm_(
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     if any(isinstance(p, DTensor) and not _is_ours_alone(p) for p in parameters):
         return _clip_on_several_meshes(parameters, max_norm, float(norm_type), error_if_nonfinite)
-    return _C.clip_grad_norm_([local_of(p) for p in parameters], max_norm, float(norm_type), error_if_nonfinite)
+    return _C.clip_grad_norm_([shard_of(p) for p in parameters], max_norm, float(norm_type), error_if_nonfinite)
 
 
 def _is_ours_alone(parameter: torch.Tensor) -> bool:

@@ -280,9 +280,9 @@ def check_step(case, ours, theirs, step, same):
         same(local(p.grad), local(q.grad), f"gradient of {name}, {step}")
 
 
-def check_as_pytorch(name, case, steps=2):
+def check_as_pytorch(name, case, steps=2, exact=True):
     in_one_order = dist.get_world_size() <= 2  # two numbers can only be added in one
-    bound = 0 if in_one_order else case.bound
+    bound = 0 if in_one_order and exact else case.bound
 
     def same(a, b, what):
         torch.testing.assert_close(a, b, rtol=bound, atol=bound, msg=lambda m: f"{name}: {what}: {m}")
@@ -314,4 +314,5 @@ def test_each_option():
 @on_ranks(1, 2, 3, 4)
 def test_options_together():
     for name, case in together(12):
-        check_as_pytorch(name, case)
+        # Some combinations accumulate in bfloat16, which PyTorch rounds at other moments since 2.15.
+        check_as_pytorch(name, case, exact=torch.__version__ < (2, 15) or case.bound < 1e-2)
