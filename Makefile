@@ -49,7 +49,7 @@ check: setup ## layers, format, clang-tidy, leftovers
 	@scripts/check.sh
 
 install: build ## the library and its CMake package: make install PREFIX=/opt/fsdp
-	@cmake --install build --prefix $(PREFIX)
+	@cmake --install build --prefix "$(PREFIX)"
 
 clean: ## remove all builds; .venv stays
 	@rm -rf build build-asan build-tsan build-tidy

@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 preset=$1
 shift
 dir=$(build_dir "$preset")
-python=$(torch_python)
+python=$(torch_python) || die "There is no torch yet: make setup"
 
 # The Python package is built where it can be tested. (The sanitizers' run time would have to be in the interpreter.)
 build_python=OFF

@@ -67,9 +67,9 @@ Flags make_flags(Options& options, Written& written) {
   Flags flags;
   flags.heading("Model");
   flags.text("size", "NAME", "tiny, small, medium or large", written.size);
-  flags.number("width", "0: the size's", written.width, 1);
-  flags.number("layers", "0: the size's", written.layers, 1);
-  flags.number("heads", "0: the size's", written.heads, 1);
+  flags.number("width", "0: the size's", written.width, 0);
+  flags.number("layers", "0: the size's", written.layers, 0);
+  flags.number("heads", "0: the size's", written.heads, 0);
   flags.number("seq", "bytes in a sequence", options.model.sequence, 2);
   flags.heading("Training");
   flags.text("data", "FILE", "text to learn; without it, the help texts that come with Python", options.data);

@@ -5,6 +5,8 @@
 #include <optional>
 #include <utility>
 
+#include <unistd.h>
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -31,6 +33,7 @@ constexpr milliseconds kLeaveLimit{2000};
 struct Joined {
   InitOptions options;
   std::unique_ptr<Rendezvous> rendezvous; ///< null in a world of one
+  pid_t process = getpid();
 };
 
 std::optional<Joined>& joined() {
@@ -269,9 +272,11 @@ void shutdown() {
   if (!joined()) {
     return;
   }
-  const auto state = std::exchange(joined(), std::nullopt);
+  auto state = std::exchange(joined(), std::nullopt);
   set_process_world(nullptr);
-  if (state->rendezvous) {
+  if (state->process != getpid()) { // a forked child has nobody to take leave of, and no threads to join
+    static_cast<void>(state->rendezvous.release());
+  } else if (state->rendezvous) {
     state->rendezvous->leave(std::min(kLeaveLimit, state->options.timeout));
   }
 }

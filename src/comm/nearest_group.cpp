@@ -22,6 +22,7 @@ bool all_want_shared_memory(Group& group) {
 } // namespace
 
 std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device) {
+  const auto timeout = timeout_of(*process_group);
   auto group = from(std::move(process_group));
   if (group->size() == 1 || !device.is_cpu() || !all_want_shared_memory(*group)) {
     return group;
@@ -32,7 +33,7 @@ std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> pro
   }
   log::info("rank ", group->rank(), " of ", group->size(), " goes over shared memory instead of ", group->name());
   ShmOptions options;
-  options.timeout = env::seconds("FSDP_TIMEOUT").value_or(options.timeout);
+  options.timeout = env::seconds("FSDP_TIMEOUT").value_or(timeout);
   options.arena = env::flag("FSDP_ARENA").value_or(true);
   return shm_group(group->rank(), group->size(), exchange, options);
 }

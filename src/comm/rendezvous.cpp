@@ -145,7 +145,7 @@ std::string deaths(Store& store) {
   int rank = 0;
   int32_t pid = 0;
   for (uint64_t start = 0; text >> rank >> pid >> start;) {
-    if (process_start(pid) != std::optional(start)) {
+    if (has_ended(pid, start)) {
       ranks.push_back(rank);
     }
   }

@@ -34,7 +34,14 @@ std::string message_after(const Loss& loss) {
     raise(loss.signal);
   }
   const auto start = std::chrono::steady_clock::now();
-  const std::string message = error_message([&] { home->gather({"unshard", "blocks.2"})->wait(); });
+  std::unique_ptr<Gathered> gathered;
+  const std::string message = error_message([&] {
+    gathered = home->gather({"unshard", "blocks.2"});
+    gathered->wait();
+  });
+  if (gathered) {
+    EXPECT_THROW(gathered->wait(), CommError) << "nothing has arrived that could be shown";
+  }
   EXPECT_LT(std::chrono::steady_clock::now() - start, loss.timeout + seconds(6));
   EXPECT_THROW(group->barrier({"barrier", ""}), CommError); // at once, and ever after
   const auto end = std::chrono::steady_clock::now();

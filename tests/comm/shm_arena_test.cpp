@@ -8,14 +8,20 @@
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "comm/process.h"
+#include "comm/shm/segment.h"
+#include "support/error_message.h"
 #include "support/ranks.h"
 
 namespace fsdp::shm {
 namespace {
 
+using testing::contains;
+using testing::error_message;
 using testing::on_processes;
 
 constexpr size_t kMebibyte = size_t{1} << 20;
@@ -143,6 +149,29 @@ TEST(Arena, KeepsMemoryOnlyWhenAskedTo) {
     many.clear();
     EXPECT_LT(shared_memory_in_use(), before + 24 * kMebibyte) << "small blocks are kept up to a bound";
   });
+}
+
+TEST(Segments, MoreThanTheLimitOnFileSizesIsAnError) {
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small{.rlim_cur = 1 << 20, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const auto said = error_message([] { Segment::create("fsdp-test", 2 << 20, Access::kReadAndWrite); });
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(contains(said, "ulimit -f"));
+}
+
+TEST(Processes, WithoutFileDescriptorsNobodyHasEnded) {
+  const auto start = process_start(getpid());
+  ASSERT_TRUE(start);
+  EXPECT_TRUE(has_ended(getpid(), *start + 1));
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
+  const bool said = has_ended(getpid(), *start + 1);
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &before), 0);
+  EXPECT_FALSE(said);
 }
 
 TEST(Arena, AForkedChildHasItsOwnMemory) {

@@ -2,8 +2,12 @@
 #include <fstream>
 #include <sstream>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
+#include "support/error_message.h"
 #include "support/memory.h"
 
 namespace fsdp::testing {
@@ -44,6 +48,37 @@ int open_segments() {
 std::vector<Piece> pieces_of(int64_t mebibytes, int ranks, c10::ScalarType gathered = at::kFloat) {
   const int64_t numel = mebibytes << 18;
   return {piece(numel, even_chunk(numel, ranks), at::kFloat, gathered)};
+}
+
+int ended_with(pid_t child) {
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+// It has a copy of everything, and must not speak in its parent's place.
+TEST(ShmMemory, AForkedChildIsNoRank) {
+  on_processes(2, [] {
+    const auto group = join_processes(process_folder());
+    const auto home = group->make_home(pieces_of(1, 2), {}, kTest);
+    auto gathered = home->gather(kTest);
+    gathered->wait();
+    const pid_t child = fork();
+    if (child == 0) {
+      const auto said = error_message([&] { group->barrier(kTest); });
+      gathered.reset();
+      _exit(contains(said, "a forked child") && !error_message([&] { home->gather(kTest); }).empty() ? 0 : 1);
+    }
+    EXPECT_EQ(ended_with(child), 0);
+    for (int step = 0; step < 5; ++step) {
+      gathered.reset();
+      home->begin_write(kTest);
+      view_of(home->slice(0), 10, at::kFloat).fill_(step);
+      gathered = home->gather(kTest);
+      gathered->wait();
+      EXPECT_EQ(view_of(gathered->piece(0), 10, at::kFloat).sum().item<float>(), 10.0F * step);
+    }
+  });
 }
 
 TEST(ShmMemory, AModelIsInMemoryOnceAndGoesAway) {

@@ -218,7 +218,8 @@ void expect_refused(const Options& options) {
     for (int step = 0; step < 2; ++step) {
       loss_of(net, 0).backward();
       const auto said = testing::error_message([&] { optimizer.step(); });
-      EXPECT_TRUE(testing::contains(said, "Build the optimizer from model->parameters() after fully_shard")) << said;
+      EXPECT_TRUE(testing::contains(said, "Build the optimizer from the model's parameters() after fully_shard"))
+          << said;
       const auto after = wholes_of(net);
       for (size_t i = 0; i < before.size(); ++i) {
         EXPECT_TRUE(torch::equal(after[i], before[i])) << "parameter " << i << " has changed";

@@ -1,12 +1,15 @@
 """What goes wrong in the middle of PyTorch's operators reaches Python as the library's own exceptions."""
 
+import datetime
 import subprocess
 import sys
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import libfsdp
 from harness import on_ranks
@@ -89,3 +92,16 @@ def test_a_mistake_in_backward_is_the_librarys_error():
     weight.data = torch.zeros(2, 2)
     with pytest.raises(libfsdp.Error, match="the data of 'weight' were replaced"):
         loss.backward()
+
+
+@on_ranks(2, comm=("shm",))
+def test_shared_memory_waits_as_long_as_the_process_group_would():
+    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+    model = fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(group, "cpu"))
+    if dist.get_rank() == 0:
+        begin = time.monotonic()
+        with pytest.raises(libfsdp.CommError, match="gave no sign for 2"):
+            model(torch.ones(1, 4)).sum().backward()
+        assert time.monotonic() - begin < 6
+    else:
+        time.sleep(4)

@@ -54,6 +54,10 @@ class Launch(unittest.TestCase):
         self.assertEqual(len(files), ranks)
         return process, [int(pid) for file in files for pid in file.read_text().split()]
 
+    def test_other_children_of_its_process_do_not_matter(self):
+        command = f"sleep 0.3 & exec {LAUNCH} --ranks 2 sh -c 'sleep 0.6'"
+        self.assertEqual(subprocess.run(["sh", "-c", command], timeout=30).returncode, 0)
+
     def test_ranks_get_what_torchrun_would_give_them(self):
         variables = "$RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR ${MASTER_PORT:+port}"
         status, out, _ = self.run_to_end(3, f"echo {variables}")

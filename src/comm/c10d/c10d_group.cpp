@@ -32,16 +32,6 @@ Channel::Options channel_options(const C10dOptions& options) {
   return {.timeout = options.timeout, .check_order = check_order};
 }
 
-std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
-  try {
-    if (const auto options = group.getDefaultBackend()->getBackendOptions()) {
-      return options->timeout;
-    }
-  } catch (const c10::Error&) { // the backend does not say
-  }
-  return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
-}
-
 at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device device) {
   at::Tensor tensor = at::zeros({padded}, at::kByte);
   std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
@@ -92,6 +82,16 @@ adapter::BufferPool::Allocate backend_memory(const ProcessGroupPtr& process_grou
 }
 
 } // namespace
+
+std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
+  try {
+    if (const auto options = group.getDefaultBackend()->getBackendOptions()) {
+      return options->timeout;
+    }
+  } catch (const c10::Error&) { // the backend does not say
+  }
+  return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
+}
 
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");

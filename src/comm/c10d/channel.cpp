@@ -90,9 +90,10 @@ bool Pending::done() const {
 }
 
 void Pending::finish() {
-  if (const auto channel = std::exchange(channel_, nullptr)) {
-    wait_for_works(*channel);
+  if (channel_) {
+    wait_for_works(*channel_);
     works_.clear();
+    channel_.reset(); // not before: who waits again after an error is told again
   }
 }
 

@@ -32,6 +32,9 @@ struct C10dOptions {
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);
 
+/// How long the group waits; FSDP_TIMEOUT or ten minutes where its backend does not say.
+std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group);
+
 /// Gloo writes to connections whose other end may have died. By default that ends the process without a word; ignored,
 /// the write fails, and the failure becomes an error like others. A program that has set a handler keeps it.
 void ignore_broken_pipes();

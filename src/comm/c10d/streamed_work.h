@@ -21,7 +21,7 @@ class StreamedWork : public Work {
   }
 
   void wait() final {
-    if (std::exchange(finished_, true)) {
+    if (finished_) {
       return;
     }
     const Stream reader = current_stream(stream_.device());
@@ -30,6 +30,7 @@ class StreamedWork : public Work {
       const StreamGuard on_our_stream(stream_);
       pending_.finish();
       conclude();
+      finished_ = true;
     }
     wait_stream(reader, stream_);
   }

@@ -1,8 +1,7 @@
 #include "comm/shm/core.h"
 
+#include <exception>
 #include <utility>
-
-#include <fsdp/error.h>
 
 namespace fsdp::shm {
 
@@ -28,7 +27,7 @@ Core::~Core() {
     if (!members->failed()) {
       collectives.await_kept(0, label);
     }
-  } catch (const Error&) { // the others will hear of it by themselves
+  } catch (const std::exception&) { // the others will hear of it by themselves
   }
   if (members->failed() && members->one_process()) {
     members->await_readers();

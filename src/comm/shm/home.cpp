@@ -87,7 +87,7 @@ class GatheredPieces final : public Gathered {
   }
 
   ~GatheredPieces() override {
-    if (has_region_) {
+    if (has_region_ && !state_->core->members->inherited()) {
       state_->scratch->release(region_);
     }
   }
@@ -171,12 +171,14 @@ class SharedHome final : public Home {
   }
 
   std::unique_ptr<Gathered> gather(const Label& label) override {
-    keep_arena();
+    if (!state_->fresh.fresh) { // else it is being sharded, and what it was made in goes back to the system
+      keep_arena();
+    }
     return std::make_unique<GatheredPieces>(state_, label);
   }
 
  private:
-  // From the first step on; what a model is made in goes back to the system at once.
+  // From the first step on.
   void keep_arena() {
     Core& core = *state_->core;
     if (!core.keeps_arena && !core.members->one_process()) {

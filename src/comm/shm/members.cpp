@@ -9,6 +9,7 @@
 
 #include <fsdp/error.h>
 
+#include "base/check.h"
 #include "comm/process.h"
 #include "comm/shm/futex.h"
 
@@ -101,6 +102,11 @@ void Members::meet() {
 }
 
 void Members::begin(const Label& label) {
+  FSDP_CHECK(
+      !inherited(),
+      "[",
+      label.operation,
+      "] a forked child cannot take its parent's place in a group; start a process of its own (spawn)");
   throw_if_failed(label);
   mine_->doing.store(label);
 }
@@ -159,7 +165,8 @@ void Members::await_asleep(int peer, const Label& label, const std::function<boo
           label,
           silent,
           "rank " + std::to_string(silent) + " gave no sign for " + seconds(place_.timeout) + " (it is in " +
-              last_words(silent) + ")");
+              last_words(silent) +
+              "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output");
     }
     futex_wait(mine_->bell, bell, kNap);
   }
@@ -177,7 +184,7 @@ bool Members::gone(int peer) const {
   if (other.pid == mine_->pid) {
     return false; // a thread that ends leaves first
   }
-  return process_start(other.pid) != std::optional(other.started);
+  return has_ended(other.pid, other.started);
 }
 
 std::string Members::last_words(int peer) const {
@@ -222,7 +229,7 @@ void Members::mark_failed(const std::string& reason) {
     return;
   }
   control_->failed_rank.store(rank());
-  control_->reason.store(reason);
+  control_->reason.store(reason.substr(0, sizeof(control_->reason) - 1)); // its beginning tells most
   control_->failure.store(Control::kWritten);
   for (int r = 0; r < size(); ++r) {
     ring(slot(r));
@@ -240,6 +247,11 @@ void Members::throw_if_failed(const Label& label) const {
   }
   for (int i = 0; i < 1000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
+  }
+  for (const auto& relative : family_->groups) { // also those that the rank which failed is not in
+    if (auto group = relative.lock(); group && group.get() != this) {
+      group->mark_failed(control_->reason.load());
+    }
   }
   std::ostringstream out;
   out << "[" << label.operation << "] rank " << rank() << " was stopped" << in_unit(label.unit) << " by rank "

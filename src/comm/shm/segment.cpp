@@ -8,6 +8,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -83,6 +84,12 @@ SegmentId SegmentId::unpacked(const std::string& bytes) {
 std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access access) {
   Descriptor file{memfd_create(name, MFD_CLOEXEC)};
   FSDP_CHECK(file.fd >= 0, "[shared memory] could not create a segment: ", reason());
+  rlimit limit{};
+  FSDP_CHECK( // beyond which the system ends the process
+      getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur,
+      "[shared memory] a segment of ",
+      human_bytes(static_cast<int64_t>(bytes)),
+      " is more than the limit on file sizes allows: ulimit -f unlimited");
   FSDP_CHECK(
       ftruncate(file.fd, static_cast<off_t>(bytes)) == 0,
       "[shared memory] could not size a segment to ",
