@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 
 #include "base/caller.h"
 #include "base/check.h"
@@ -182,13 +183,18 @@ void Bucket::write_back(const Unit& unit) {
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& param = *params_[i];
     const auto& layout = param.layout();
-    if (param.on_meta()) {
+    if (param.on_meta() || param.shard_was_replaced()) { // what users have put there is newer
       continue;
     }
     auto slices = layout.in_place() ? private_[i].as_strided({layout.numel()}, {1}) : layout.pack(private_[i]);
     auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
     auto shard = param.shard();
-    shard.copy_(mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset()));
+    auto written = mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset());
+    if (written.scalar_type() != shard.scalar_type()) { // what was not changed keeps the digits that were not gathered
+      written = written.to(shard.device());
+      written = at::where(written.eq(shard.to(written.scalar_type())), shard, written.to(shard.scalar_type()));
+    }
+    shard.copy_(written);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "engine/tenant.h"
@@ -38,6 +39,7 @@ class InternalScope {
   }
 
   c10::impl::LocalDispatchKeySet callers_ = c10::impl::tls_local_dispatch_key_set(); // taken before the guards below
+  c10::InferenceMode no_inference_{false}; // what is made here may be trained later
   c10::AutoGradMode grad_mode_{false};
   c10::impl::ExcludeDispatchKeyGuard no_touch_;
 };
@@ -68,6 +70,7 @@ class OutermostScope {
   OutermostScope& operator=(const OutermostScope&) = delete;
 
  private:
+  c10::InferenceMode no_inference_{false};
   c10::impl::ForceDispatchKeyGuard keys_{
       c10::default_included_set, c10::default_excluded_set | c10::DispatchKeySet({kKey, kInnerKey})};
   c10::AutoGradMode grad_mode_{false};

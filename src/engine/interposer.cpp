@@ -1,11 +1,13 @@
 // Sees every operator that is given a handle, a shard or a view of one, before it runs.
 
+#include <memory>
 #include <optional>
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -29,6 +31,21 @@ struct Call {
   Phase phase;
   TouchedUnits units;
   const Param* first_handle = nullptr;
+  c10::SmallVector<std::shared_ptr<Unit>, 1> written; ///< they stay whole until the operator has run
+
+  ~Call() {
+    let_go();
+  }
+  void hold(Unit& unit) {
+    ++unit.held;
+    written.push_back(unit.shared_from_this());
+  }
+  void let_go() {
+    for (const auto& unit : written) {
+      --unit->held;
+    }
+    written.clear();
+  }
 };
 
 bool in_backward() {
@@ -67,6 +84,7 @@ void see_handle(Param& param, bool written, Call& call) {
   if (written) {
     WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
+    call.hold(unit);
     return;
   }
   if (unit.has_params_on_meta()) { // before a step begins
@@ -99,7 +117,8 @@ void forget_writes(Unit& unit) {
   }
 }
 
-[[noreturn]] void refuse_gradient(const Call& call, const Param* param) {
+[[noreturn]] void refuse_gradient(Call& call, const Param* param) {
+  call.let_go();
   if (param != nullptr) {
     forget_writes(param->unit());
   }
@@ -214,7 +233,7 @@ void touch(Call& call) {
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr};
+  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr, {}};
   called_by_torch([&] {
     see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
     touch(call);

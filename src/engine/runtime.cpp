@@ -247,16 +247,22 @@ void Runtime::reduce(Unit& unit) {
   }
 }
 
-void Runtime::end_backward() {
-  auto guard = lock();
-  InternalScope scope;
+void Runtime::reduce_what_waits() {
   for (size_t i = units_.size(); i-- > 0;) {
     Unit* unit = units_[i];
     if (unit != nullptr && unit->awaits_reduction()) {
       reduce(*unit);
     }
   }
+}
+
+void Runtime::end_backward() {
+  auto guard = lock();
+  InternalScope scope;
+  reduce_what_waits();
   if (is_last_backward_) {
+    reducer_.finish();
+    reduce_what_waits(); // parts that an earlier backward has put off, and that were still on their way
     reducer_.finish();
   }
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {

@@ -10,6 +10,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
+#include "base/check.h"
 #include "base/stream.h"
 #include "engine/events.h"
 #include "engine/reducer.h"
@@ -57,6 +58,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void write(Unit& unit, const Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
   void forward_begins() {
+    FSDP_CHECK(
+        !backward_queued_,
+        "[forward] the last backward broke off in the middle, and has left gradients behind: call reset_iter_state() "
+        "on "
+        "the root first, on all ranks");
     in_step_ = true;
   }
   bool in_step() const {
@@ -117,6 +123,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool keeps(Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) const;
   void prefetch(Unit& unit, Phase phase, const Schedule& schedule);
   void reduce(Unit& unit);
+  void reduce_what_waits();
   void notify(EventKind kind, const Unit* unit);
   void trace(const Event& event);
   Event make_event(EventKind kind, const Unit* unit) const;

@@ -65,6 +65,11 @@ Unit::~Unit() {
   }
   if (runtime_) {
     runtime_->remove(*this);
+    for (Unit* left : runtime_->units()) {
+      if (left != nullptr && left->parent_ == this) {
+        left->parent_ = parent_;
+      }
+    }
   }
 }
 
@@ -93,6 +98,7 @@ void Unit::add_params(UnitSpec& spec) {
   }
   for (auto& param_spec : spec.params) {
     Bucket& bucket = bucket_for(param_spec, spec);
+    param_spec.tensor.mutable_grad().reset(); // of a whole parameter, to which no shard's could be added
     params_.push_back(std::make_unique<Param>(
         *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
     Param& param = *params_.back();
@@ -277,6 +283,12 @@ bool Unit::has_other_gather_group() const {
 }
 
 void Unit::before_shard_write(Param& param) {
+  FSDP_CHECK(
+      held == 0 || !is_private(),
+      "[write to shard] '",
+      param.name(),
+      "' was written as a shard while it is shown whole, by summon_full_params or as another argument: write what "
+      "parameters() gives there, or after it");
   if (state_ != UnitState::kSharded) {
     WithoutCallersLock no_callers_lock;
     InternalScope scope;

@@ -147,7 +147,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool requested = false;
   /// Asked for by an explicit prefetch: kept until it is touched, or backward has ended.
   bool prefetched = false;
-  /// Held whole whatever happens, by a guard.
+  /// Held whole whatever happens: by guards, by an operator that writes to it.
   int held = 0;
 
   // -- other collectives

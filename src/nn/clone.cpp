@@ -57,13 +57,21 @@ struct UnitRecipe {
   std::map<std::string, ShardPlacement> placements; // by the parameter's path from the root
 };
 
-std::map<int, UnitRecipe> recipes_of(torch::nn::Module& root) {
-  std::map<int, UnitRecipe> recipes; // by number: parents come before their children
+UnitRecipe& recipe_for(const std::shared_ptr<Unit>& unit, std::vector<UnitRecipe>& recipes) {
+  for (auto& recipe : recipes) {
+    if (recipe.unit == unit) {
+      return recipe;
+    }
+  }
+  return recipes.emplace_back(UnitRecipe{.unit = unit, .paths = {}, .placements = {}});
+}
+
+/// Parents come before their children.
+std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
+  std::vector<UnitRecipe> recipes;
   for (const auto& item : root.named_modules("", /*include_self=*/true)) {
     if (auto unit = nn::registry::find(*item.value())) {
-      auto& recipe = recipes[unit->number()];
-      recipe.unit = unit;
-      recipe.paths.push_back(item.key());
+      recipe_for(unit, recipes).paths.push_back(item.key());
     }
   }
   for (const auto& slot : nn::slots_of(root)) {
@@ -71,7 +79,7 @@ std::map<int, UnitRecipe> recipes_of(torch::nn::Module& root) {
     if (param == nullptr) {
       continue;
     }
-    for (auto& [number, recipe] : recipes) {
+    for (auto& recipe : recipes) {
       if (recipe.unit.get() == &param->unit()) {
         FSDP_CHECK(
             !param->bucket().options().extended,
@@ -137,6 +145,7 @@ std::vector<at::Tensor> left_to_others(torch::nn::Module& original, torch::nn::M
 } // namespace
 
 std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
+  nn::settle_replaced_shards(module);
   const auto recipes = recipes_of(module);
   FSDP_CHECK(!recipes.empty(), "[clone] the module is not sharded: call fully_shard first, or use module->clone()");
   std::shared_ptr<torch::nn::Module> copy;
@@ -150,7 +159,7 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
     modules[item.key()] = item.value().get();
   }
   for (auto item = recipes.rbegin(); item != recipes.rend(); ++item) { // children first
-    const UnitRecipe& recipe = item->second;
+    const UnitRecipe& recipe = *item;
     std::vector<torch::nn::Module*> same;
     for (const auto& path : recipe.paths) {
       same.push_back(modules.at(path));

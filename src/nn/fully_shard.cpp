@@ -262,6 +262,7 @@ void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
 }
 
 ModuleView view_of(torch::nn::Module& module) {
+  nn::settle_replaced_shards(module);
   ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
   for (const auto& item : module.named_modules("", /*include_self=*/false)) {
     if (auto unit = nn::registry::find(*item.value())) {

@@ -4,7 +4,11 @@
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
 
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
 #include "engine/tenant.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
 
 namespace fsdp::nn {
 
@@ -55,6 +59,16 @@ std::vector<Slot> slots_of(const torch::jit::Module& module) {
     slots.push_back({item.name, item.value, nullptr});
   }
   return slots;
+}
+
+void settle_replaced_shards(const torch::nn::Module& module) {
+  for (const auto& each : module.modules()) {
+    if (const auto unit = registry::find(*each)) {
+      const auto guard = unit->runtime().lock();
+      const engine::InternalScope scope;
+      unit->settle_replaced_shards();
+    }
+  }
 }
 
 engine::Param* param_of(const at::Tensor& tensor) {

@@ -20,6 +20,10 @@ namespace fsdp::nn {
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");
 std::vector<Slot> slots_of(const torch::jit::Module& module);
 
+/// Shards that were given other data (`module.to(dtype)`, `set_data`) are known again, before any operator. Collective
+/// where there are any.
+void settle_replaced_shards(const torch::nn::Module& module);
+
 /// The parameter behind a shard or a handle; null for any other tensor.
 engine::Param* param_of(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);

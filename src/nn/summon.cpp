@@ -71,6 +71,8 @@ bool is_first_rank(const Unit& unit) {
 } // namespace
 
 void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
+  unit->before_shard_read(); // what was written to handles reaches the shards now, whatever becomes of this guard's
+                             // writes
   engine::InternalScope scope;
   auto guard = unit->runtime().lock();
   FSDP_CHECK(
@@ -81,12 +83,12 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   unit->unshard();
   unit->wait();
   units.push_back(unit);
-  if (visible) {
-    unit->make_private();
-    ++unit->held;
-  } else {
+  if (!visible) {
     unit->reshard();
+    return;
   }
+  ++unit->held;
+  unit->make_private();
 }
 
 void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
@@ -155,12 +157,20 @@ void SummonedParams::Impl::restore() {
 
 void SummonedParams::Impl::give_back(Unit& unit) {
   auto guard = unit.runtime().lock();
-  if (!unit.is_private()) {
-    return; // was not shown here, or was given up by reset_iter_state
+  if (!visible) {
+    return;
   }
-  --unit.held;
+  unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
+  if (!unit.is_private()) {
+    if (unit.held == 0) {
+      unit.reshard();
+    }
+    return;
+  }
   if (!options.writeback) {
-    unit.discard_private();
+    if (unit.held == 0) {
+      unit.discard_private();
+    }
     return;
   }
   try {
@@ -173,7 +183,9 @@ void SummonedParams::Impl::give_back(Unit& unit) {
     unit.discard_private();
     throw;
   }
-  unit.reshard();
+  if (unit.held == 0) {
+    unit.reshard();
+  }
 }
 
 SummonedParams::SummonedParams(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -194,6 +206,7 @@ SummonedParams::~SummonedParams() {
 }
 
 SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options) {
+  nn::settle_replaced_shards(module);
   const auto slots = nn::slots_of(module);
   const auto unit = nn::registry::find(module);
   const auto own = unit ? std::optional<FSDPModule>(unit) : std::nullopt;

@@ -191,13 +191,19 @@ TEST(HybridFsdpModule, PutOffGradientsArriveThoughTheLastBackwardHasNone) {
     fully_shard(*model[1], {.mesh = mesh});
     auto root = fully_shard(*model, {.mesh = mesh});
     const auto use = [&](int i) { model[i]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum().backward(); };
-    root.set_requires_all_reduce(false);
-    use(0);
-    root.set_requires_all_reduce(true);
-    use(1);
-    for (const auto& name : {"0.bias", "1.bias"}) {
-      const auto gradient = sharded(model->named_parameters()[name]).full_grad();
-      EXPECT_TRUE(torch::equal(gradient, torch::full({4}, 2.0))) << name;
+    root.set_reduce_scatter_max_input_buffers(2);
+    for (const bool waited_for : {true, false}) { // or still on their way when the last backward ends
+      model->zero_grad();
+      root.set_requires_all_reduce(false);
+      root.set_is_last_backward(waited_for);
+      use(0);
+      root.set_requires_all_reduce(true);
+      root.set_is_last_backward(true);
+      use(1);
+      for (const auto& name : {"0.bias", "1.bias"}) {
+        const auto gradient = sharded(model->named_parameters()[name]).full_grad();
+        EXPECT_TRUE(torch::equal(gradient, torch::full({4}, 2.0))) << name << ' ' << waited_for;
+      }
     }
   });
 }

@@ -335,6 +335,18 @@ struct CopyableImpl : nn::Cloneable<CopyableImpl> {
   at::Tensor uses, mean, batches;
 };
 
+TEST_P(Handles, ACloneHasAsManyRootsAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model->second);
+    const auto copy = clone(*model);
+    for (const auto& [path, parameter] : named_parameters(*copy)) {
+      EXPECT_EQ(is_sharded(parameter), path != "uses") << path;
+    }
+  });
+}
+
 TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
   on_threads(GetParam(), [] {
     auto model = std::make_shared<CopyableImpl>();

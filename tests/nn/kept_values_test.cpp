@@ -1,0 +1,194 @@
+// Values and gradients that come from before, from beside, or from outside of a step, and must not get lost.
+
+#include <torch/torch.h>
+
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/parity.h"
+#include "nn/subjects.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+class KeptValues : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, KeptValues, ::testing::Values(1, 2, 3));
+
+at::Tensor numbers(at::IntArrayRef sizes) {
+  return torch::arange(1, c10::multiply_integers(sizes) + 1, torch::kFloat).view(sizes) / 3; // not exact in bfloat16
+}
+
+nn::Linear filled(int64_t in = 5, int64_t out = 3) {
+  nn::Linear model(in, out);
+  torch::NoGradGuard no_grad;
+  for (auto& parameter : model->parameters()) {
+    parameter.copy_(numbers(parameter.sizes()));
+  }
+  return model;
+}
+
+at::Tensor whole_at(const nn::Module& module, size_t index) {
+  return sharded(parameters(module)[index]).full_tensor();
+}
+
+TEST_P(KeptValues, WhatIsNotWrittenKeepsItsDigits) {
+  on_threads(GetParam(), [] {
+    auto model = filled();
+    fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+    { const auto guard = summon_full_params(*model); }
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), numbers({3, 5})));
+    {
+      torch::NoGradGuard no_grad;
+      model->bias.zero_();
+    }
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), numbers({3, 5})));
+    EXPECT_TRUE(torch::equal(whole_at(*model, 1), torch::zeros({3})));
+  });
+}
+
+TEST_P(KeptValues, WritesFromBeforeAGuardThatWritesNothingBack) {
+  for (const bool first_only : {false, true}) {
+    on_threads(GetParam(), [&] {
+      nn::Linear model(5, 3);
+      fully_shard(*model);
+      {
+        torch::NoGradGuard no_grad;
+        model->weight.fill_(2);
+      }
+      { const auto guard = summon_full_params(*model, {.writeback = false, .rank0_only = first_only}); }
+      EXPECT_TRUE(torch::equal(whole_at(*model, 0), torch::full({3, 5}, 2.0)));
+    });
+  }
+}
+
+TEST_P(KeptValues, AFirstForwardInInferenceModeLeavesATrainableModel) {
+  on_threads(GetParam(), [] {
+    auto model = filled();
+    fully_shard(*model);
+    model->to(torch::kDouble);
+    const auto x = torch::ones({1, 5}, torch::kDouble);
+    {
+      const c10::InferenceMode inference;
+      model->forward(x);
+    }
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    model->forward(x).sum().backward();
+    for (const auto& shard : model->parameters()) {
+      EXPECT_FALSE(shard.is_inference());
+      EXPECT_TRUE(shard.grad().defined());
+    }
+    optimizer.step();
+    EXPECT_TRUE(torch::allclose(whole_at(*model, 0), numbers({3, 5}).to(torch::kDouble) - 0.1));
+  });
+}
+
+TEST_P(KeptValues, AnOperatorThatWritesOneUnitMayReadAnother) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(filled(4, 4), nn::Linear(4, 4));
+    fully_shard(*model[0]);
+    fully_shard(*model[1]);
+    fully_shard(*model);
+    const auto first = model[0]->as<nn::Linear>()->weight, second = model[1]->as<nn::Linear>()->weight;
+    torch::NoGradGuard no_grad;
+    second.copy_(first);
+    EXPECT_TRUE(torch::equal(whole_at(*model, 2), numbers({4, 4})));
+    at::_foreach_zero_({first, second});
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), torch::zeros({4, 4})));
+    EXPECT_TRUE(torch::equal(whole_at(*model, 2), torch::zeros({4, 4})));
+    EXPECT_EQ(as_fsdp(*model[0]).unit()->held, 0);
+  });
+}
+
+TEST_P(KeptValues, PartsOfAModelThatIsGone) {
+  on_threads(GetParam(), [] {
+    nn::Linear part(4, 4), other(4, 4);
+    {
+      nn::Sequential model(part, nn::LayerNorm(nn::LayerNormOptions({4})), other);
+      fully_shard(*part);
+      fully_shard(*other);
+      fully_shard(*model);
+      model->forward(torch::ones({2, 4})).sum().backward();
+    }
+    EXPECT_EQ(as_fsdp(*part).unit()->parent(), nullptr);
+    other(part(torch::ones({2, 4}))).sum().backward();
+    as_fsdp(*part).reset_iter_state();
+    EXPECT_TRUE(part->parameters()[0].grad().defined());
+  });
+}
+
+TEST_P(KeptValues, GradientsFromBeforeShardingAreNotAdded) {
+  on_threads(GetParam(), [] {
+    auto once = filled(), twice = filled();
+    twice->forward(torch::ones({2, 5})).sum().backward();
+    for (auto* model : {&once, &twice}) {
+      fully_shard(**model);
+      (*model)->forward(torch::ones({2, 5})).sum().backward();
+    }
+    const auto gradient = [](const nn::Linear& model) { return sharded(model->parameters()[0]).full_grad(); };
+    EXPECT_TRUE(torch::equal(gradient(once), gradient(twice)));
+  });
+}
+
+TEST_P(KeptValues, ShardsOfWhatIsShownWholeAreNotWritten) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 4);
+    auto unit = fully_shard(*model);
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    model->forward(torch::ones({2, 4})).sum().backward();
+    {
+      const auto guard = summon_full_params(*model);
+      const auto said = error_message([&] { optimizer.step(); });
+      EXPECT_TRUE(contains(said, "[write to shard] 'weight'")) << said;
+    }
+    EXPECT_EQ(unit.unit()->held, 0);
+    optimizer.step();
+  });
+}
+
+TEST_P(KeptValues, ShardsInAnotherDtypeAreKnownBeforeAnyOperator) {
+  on_threads(GetParam(), [] {
+    auto model = filled();
+    fully_shard(*model);
+    model->to(torch::kDouble);
+    {
+      const auto guard = summon_full_params(*model);
+      EXPECT_TRUE(torch::equal(model->parameters()[0], numbers({3, 5}).to(torch::kDouble)));
+    }
+    EXPECT_EQ(whole_at(*model, 0).scalar_type(), torch::kDouble);
+  });
+}
+
+TEST_P(KeptValues, AForwardAfterABackwardThatBrokeOff) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 4);
+    auto unit = fully_shard(*model);
+    const auto x = torch::ones({2, 4}).requires_grad_();
+    x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("from a hook"); });
+    EXPECT_THROW(model->forward(x * 2).sum().backward(), std::runtime_error);
+    const auto said = error_message([&] { model->forward(torch::ones({2, 4})).sum().backward(); });
+    EXPECT_TRUE(contains(said, "reset_iter_state()")) << said;
+    unit.reset_iter_state();
+    model->forward(torch::ones({2, 4})).sum().backward();
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[1]).full_grad(), torch::full({4}, 2.0)));
+  });
+}
+
+TEST_P(KeptValues, OneGuardWithinAnother) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 3);
+    auto unit = fully_shard(*model);
+    {
+      const auto outer = summon_full_params(*model);
+      { const auto inner = summon_full_params(*model); }
+      torch::NoGradGuard no_grad;
+      model->weight.fill_(2);
+    }
+    EXPECT_EQ(unit.unit()->held, 0);
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), torch::full({3, 4}, 2.0)));
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
