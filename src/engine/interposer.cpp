@@ -31,6 +31,7 @@ struct Call {
   Phase phase;
   TouchedUnits units;
   const Param* first_handle = nullptr;
+  const Param* written_shard = nullptr;
   c10::SmallVector<std::shared_ptr<Unit>, 1> written; ///< they stay whole until the operator has run
 
   ~Call() {
@@ -99,9 +100,10 @@ void see_handle(Param& param, bool written, Call& call) {
   }
 }
 
-void see_shard(Param& param, bool written, const Call& call) {
+void see_shard(Param& param, bool written, Call& call) {
   if (written) {
     param.unit().before_shard_write(param);
+    call.written_shard = &param;
   } else if (!call.traits.reads_nothing) {
     param.unit().before_shard_read();
   }
@@ -211,6 +213,15 @@ void touch(Call& call) {
   if (call.units.empty()) {
     return;
   }
+  FSDP_CHECK( // the gather would tell the others that the write is over
+      call.written_shard == nullptr,
+      "[",
+      call.name,
+      "] reads the whole '",
+      call.first_handle->name(),
+      "' and writes the shard of '",
+      call.written_shard->name(),
+      "' at once: clone() what it reads before");
   Runtime& runtime = call.units[0]->runtime();
   if (call.units.size() == 1) {
     if (!runtime.is_current(*call.units[0], call.phase)) {
@@ -228,12 +239,18 @@ void touch(Call& call) {
     next.touch(TouchedUnits(call.units.begin() + begin, end), call.phase);
     begin = end - call.units.begin();
   }
+  for (Unit* unit : call.units) { // a later root may have had to write shards, for which all readers let go
+    auto lock = unit->runtime().lock();
+    InternalScope scope;
+    unit->unshard();
+    unit->wait();
+  }
 }
 
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr, {}};
+  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr, nullptr, {}};
   called_by_torch([&] {
     see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
     touch(call);

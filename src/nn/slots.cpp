@@ -38,12 +38,15 @@ std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix)
   const bool handles_stay = reads_registered_parameters(module);
   for (auto& item : own) {
     if (item.value().defined()) {
-      at::Tensor* place = &item.value();
       std::function<void(const at::Tensor&)> replace;
-      if (!handles_stay) {
-        replace = [place](const at::Tensor& tensor) { *place = tensor; };
+      if (!handles_stay) { // where it is then: others may have been registered meanwhile
+        replace = [&module, name = item.key()](const at::Tensor& tensor) {
+          if (at::Tensor* place = Registered::of(module).find(name)) {
+            *place = tensor;
+          }
+        };
       }
-      slots.push_back({join_path(prefix, item.key()), *place, std::move(replace)});
+      slots.push_back({join_path(prefix, item.key()), item.value(), std::move(replace)});
     }
   }
   for (auto& child : module.named_children()) {

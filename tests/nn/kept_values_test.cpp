@@ -175,6 +175,51 @@ TEST_P(KeptValues, AForwardAfterABackwardThatBrokeOff) {
   });
 }
 
+TEST_P(KeptValues, ParametersThatAreAddedWhileOthersAreShownWhole) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 4);
+    fully_shard(*model);
+    {
+      const auto guard = summon_full_params(*model);
+      for (int i = 0; i < 8; ++i) {
+        model->register_parameter("extra" + std::to_string(i), torch::zeros({2}));
+      }
+    }
+    EXPECT_TRUE(is_sharded(model->named_parameters()["weight"]));
+    EXPECT_FALSE(is_sharded(model->named_parameters()["extra7"]));
+  });
+}
+
+TEST_P(KeptValues, AShardIsNotWrittenFromAWholeParameter) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    fully_shard(*model);
+    auto shard = model->parameters()[1];
+    torch::NoGradGuard no_grad;
+    const auto rows = model->bias.narrow(0, 0, shard.numel());
+    const auto said = error_message([&] { shard.add_(rows); });
+    EXPECT_TRUE(contains(said, "writes the shard of 'bias' at once")) << said;
+    shard.add_(rows.clone());
+    EXPECT_EQ(whole_at(*model, 1).size(0), 4);
+  });
+}
+
+TEST_P(KeptValues, OneOperatorForUnitsOfSeveralRoots) {
+  on_threads(GetParam(), [] {
+    nn::Linear alone = filled(4, 4);
+    nn::Sequential model(filled(4, 4), filled(4, 4));
+    fully_shard(*alone);
+    for (auto& layer : *model) {
+      fully_shard(*layer.ptr());
+    }
+    fully_shard(*model);
+    torch::NoGradGuard no_grad;
+    model[1]->as<nn::Linear>()->weight.fill_(0); // to be written when another one is touched
+    const auto product = torch::mm(alone->weight, model[0]->as<nn::Linear>()->weight);
+    EXPECT_TRUE(torch::equal(product, numbers({4, 4}).mm(numbers({4, 4}))));
+  });
+}
+
 TEST_P(KeptValues, OneGuardWithinAnother) {
   on_threads(GetParam(), [] {
     nn::Linear model(4, 3);
