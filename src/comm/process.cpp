@@ -44,7 +44,7 @@ Status status_of(int32_t pid) {
   std::ifstream file(path_of(pid));
   if (!file) {
     const bool is_gone = errno == ENOENT && access("/proc/self/stat", F_OK) == 0;
-    return {.known = is_gone}; // else no file can be opened here
+    return {.known = is_gone, .start = std::nullopt}; // else no file can be opened here
   }
   std::string line;
   std::getline(file, line);
