@@ -7,9 +7,9 @@ cd "$(dirname "$0")/.."
 dir=$(build_dir "$1")
 suppressions=$PWD/scripts/sanitizers
 export ASAN_OPTIONS=detect_leaks=1:${ASAN_OPTIONS:-}
-export LSAN_OPTIONS=suppressions='$suppressions/leaks.txt':print_suppressions=0:${LSAN_OPTIONS:-}
+export LSAN_OPTIONS="suppressions='$suppressions/leaks.txt':print_suppressions=0:${LSAN_OPTIONS:-}"
 export UBSAN_OPTIONS=print_stacktrace=1:${UBSAN_OPTIONS:-}
-export TSAN_OPTIONS=suppressions='$suppressions/races.txt':${TSAN_OPTIONS:-}
+export TSAN_OPTIONS="suppressions='$suppressions/races.txt':${TSAN_OPTIONS:-}"
 
 # Ranks are threads or processes, so one test keeps two cores busy.
 jobs=${TEST_JOBS:-$((($(nproc) + 1) / 2))}
