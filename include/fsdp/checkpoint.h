@@ -1,6 +1,8 @@
 #pragma once
 
+#include <concepts>
 #include <functional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,16 +18,22 @@ FSDP_API std::vector<at::Tensor> checkpoint_list(
     std::function<std::vector<at::Tensor>(const std::vector<at::Tensor>&)> function,
     const std::vector<at::Tensor>& inputs);
 
-template <typename Function, typename... Tensors>
-at::Tensor checkpoint(Function function, const Tensors&... inputs) {
-  auto apply = [function =
-                    std::move(function)](const std::vector<at::Tensor>& given) mutable -> std::vector<at::Tensor> {
-    return [&]<size_t... I>(std::index_sequence<I...>)->std::vector<at::Tensor> {
-      return {function(given[I]...)};
+template <typename Function, std::convertible_to<at::Tensor>... Tensors>
+auto checkpoint(Function function, const Tensors&... inputs) {
+  auto call = [function = std::move(function)](const std::vector<at::Tensor>& given) mutable {
+    return [&]<size_t... I>(std::index_sequence<I...>) {
+      return function(given[I]...);
     }
     (std::index_sequence_for<Tensors...>{});
   };
-  return checkpoint_list(std::move(apply), {inputs...})[0];
+  if constexpr (std::convertible_to<std::invoke_result_t<decltype(call)&, std::vector<at::Tensor>>, at::Tensor>) {
+    auto apply = [call = std::move(call)](const std::vector<at::Tensor>& given) mutable {
+      return std::vector<at::Tensor>{call(given)};
+    };
+    return checkpoint_list(std::move(apply), {inputs...})[0];
+  } else {
+    return checkpoint_list(std::move(call), {inputs...});
+  }
 }
 
 } // namespace fsdp

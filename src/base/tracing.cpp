@@ -113,6 +113,10 @@ class Writer {
 struct Recorder {
   std::mutex mutex;
   std::unique_ptr<Writer> writer; // null while nothing is recorded
+
+  ~Recorder() {
+    detail::on = false; // events may still come while the program ends
+  }
 };
 
 Recorder& recorder() {

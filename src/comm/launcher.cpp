@@ -104,9 +104,8 @@ bool on_one_host(const Names& names, int size) {
   return nodes.value_or(env::integer("SLURM_NNODES", 1).value_or(0)) == 1;
 }
 
-/// What all ranks of the job know and no other job on this host has. Without a job id: the launcher's process, their
-/// parent.
-std::string job_id() {
+/// What all ranks of the job know and no other job has.
+std::optional<std::string> job_id() {
   for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"}) {
     if (const auto id = env::string(name)) {
       return *id;
@@ -115,11 +114,16 @@ std::string job_id() {
   if (const auto job = env::string("SLURM_JOB_ID")) {
     return c10::str(*job, ".", env::string("SLURM_STEP_ID").value_or("0"));
   }
+  return std::nullopt;
+}
+
+/// The same on this host, where the launcher's process is the parent of all ranks.
+std::string job_on_this_host() {
   return c10::str(getuid(), ".", getppid());
 }
 
-uint16_t port_of_job() {
-  return static_cast<uint16_t>(kFirstPort + std::hash<std::string>()(job_id()) % kPorts);
+uint16_t port_of(const std::string& job) {
+  return static_cast<uint16_t>(kFirstPort + std::hash<std::string>()(job) % kPorts);
 }
 
 std::string first_slurm_host() {
@@ -152,11 +156,18 @@ std::string address_of_rank_zero(const Names& names, int size) {
   return host;
 }
 
-uint16_t rendezvous_port(const Names& names) {
+uint16_t rendezvous_port(const Names& names, int size) {
   if (&names == &kTorchrun || is_set("MASTER_PORT")) {
     return static_cast<uint16_t>(env::required_integer("MASTER_PORT", kInit, 1, 65535));
   }
-  return port_of_job();
+  const auto job = job_id();
+  FSDP_CHECK(
+      job || on_one_host(names, size),
+      "[init] expected MASTER_PORT, as ",
+      names.launcher,
+      " started ranks on several hosts and gives them no job id from which to choose the same port; set ",
+      "MASTER_PORT to a free port of rank 0's host on all ranks (mpiexec -genv MASTER_PORT 29500)");
+  return port_of(job.value_or(job_on_this_host()));
 }
 
 Launch read_job(const Names& names) {
@@ -165,7 +176,7 @@ Launch read_job(const Names& names) {
     return launch;
   }
   launch.address = address_of_rank_zero(names, launch.size);
-  launch.port = rendezvous_port(names);
+  launch.port = rendezvous_port(names, launch.size);
   if (&names == &kTorchrun) {
     launch.agent_store = env::flag("TORCHELASTIC_USE_AGENT_STORE").value_or(false);
     launch.attempt = optional_int("TORCHELASTIC_RESTART_COUNT").value_or(0);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <map>
+#include <memory>
 #include <optional>
 #include <sstream>
 #include <utility>
@@ -270,11 +271,14 @@ std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
     return std::string();
   });
   wait_for(round);
-  std::vector<std::string> all;
-  for (const auto& key : keys(round, launch_.size)) {
-    all.push_back(ask([store = store_, key] { return store->get_to_str(key); }));
-  }
-  return all;
+  const auto all = std::make_shared<std::vector<std::string>>();
+  ask([store = store_, names = keys(round, launch_.size), all] { // one question, however many ranks there are
+    for (const auto& bytes : store->multiGet(names)) {
+      all->emplace_back(bytes.begin(), bytes.end());
+    }
+    return std::string();
+  });
+  return *all;
 }
 
 StorePtr Rendezvous::store(const std::string& name) const {

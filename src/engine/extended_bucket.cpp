@@ -197,7 +197,8 @@ void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gat
         "' has to make one tensor of sizes ",
         c10::IntArrayRef(layout.sizes()),
         ", and made",
-        described(whole.parts));
+        described(whole.parts),
+        ": cut off the padding that its before_gather has added");
     if (values.strides() != c10::IntArrayRef(layout.strides())) {
       values = at::empty_strided(layout.sizes(), layout.strides(), values.options()).copy_(values);
     }

@@ -53,11 +53,15 @@ bool in_backward() {
   return torch::autograd::get_current_graph_task_id() >= 0;
 }
 
-void note_use(Param& param, Phase phase) {
+// `view`: the handle, or a view of it, which need not be part of a graph.
+void note_use(Param& param, const at::Tensor& view, Phase phase) {
   if (!param.trainable()) {
     return;
   }
   if (c10::GradMode::is_enabled()) {
+    if (!view.requires_grad()) {
+      return;
+    }
     if (phase == Phase::kForward) {
       param.note_use();
       param.unit().runtime().forward_begins();
@@ -70,7 +74,7 @@ void note_use(Param& param, Phase phase) {
   }
 }
 
-void see_handle(Param& param, bool written, Call& call) {
+void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
   param.follow_requires_grad();
   if (param.shard_was_replaced()) { // before a view takes the former dtype along
     WithoutCallersLock no_callers_lock;
@@ -91,7 +95,7 @@ void see_handle(Param& param, bool written, Call& call) {
   if (unit.has_params_on_meta()) { // before a step begins
     unit.check_materialized();
   }
-  note_use(param, call.phase);
+  note_use(param, view, call.phase);
   if (std::find(call.units.begin(), call.units.end(), &unit) == call.units.end()) {
     call.units.push_back(&unit);
   }
@@ -141,7 +145,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
       refuse_gradient(call, tenant->param);
     }
   } else if (tenant->param != nullptr) {
-    tenant->role == Role::kHandle ? see_handle(*tenant->param, written, call)
+    tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
                                   : see_shard(*tenant->param, written, call);
   }
 }
@@ -177,8 +181,10 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
     c10::IValue& argument = stack[stack.size() - count + i];
     if (argument.isTensor()) {
       const auto& name = schema.arguments()[i].name();
-      const bool statistics = name == "running_mean" || name == "running_var"; // updated in place, in full precision
-      if (!statistics && needs_cast(argument.toTensor(), dtype)) {
+      const auto* alias = schema.arguments()[i].alias_info();
+      // What is written must stay the user's: `out`, and the statistics, which have full precision.
+      const bool written = (alias != nullptr && alias->isWrite()) || name == "running_mean" || name == "running_var";
+      if (!written && needs_cast(argument.toTensor(), dtype)) {
         argument = argument.toTensor().to(dtype);
       }
     } else if (argument.isTensorList()) {

@@ -28,7 +28,7 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
   void arrived(const at::Tensor& handle) {
     const auto alive = unit.lock(); // the handle's storage keeps it, unless the tensor was given another
     FSDP_CHECK(
-        alive && !param->handle_was_replaced(),
+        alive && !param->handle_was_replaced(handle),
         "[backward] the data of '",
         name,
         "' were replaced after fully_shard, so that it is trained no more: copy new values into it in ",
@@ -120,7 +120,7 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
       c10::IntArrayRef(layout_.sizes()),
       ", so a tensor of sizes ",
       source.sizes(),
-      " cannot take its place");
+      " cannot take its place: give it values of the same sizes");
   auto whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options().requires_grad(false));
   whole.copy_(source);
   auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
@@ -221,7 +221,10 @@ void Param::handle_storage_died(const Tenant* tenant) {
   }
 }
 
-bool Param::handle_was_replaced() const {
+bool Param::handle_was_replaced(const at::Tensor& handle) const {
+  if (handle_storages_.size() == 1 && !handle.key_set().has(c10::DispatchKey::Python)) { // views may keep ours alive
+    return handle.storage().unsafeGetStorageImpl() != handle_storages_[0].storage;
+  }
   return std::all_of(
       handle_storages_.begin(), handle_storages_.end(), [](const auto& each) { return each.storage == nullptr; });
 }

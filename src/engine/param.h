@@ -70,7 +70,7 @@ class Param {
   void set_part(size_t part, void* memory);
   void handle_storage_died(const Tenant* tenant);
   /// Somebody gave the handle memory of its own, from which it was never gathered.
-  bool handle_was_replaced() const;
+  bool handle_was_replaced(const at::Tensor& handle) const;
   /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
   at::Tensor view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
   /// The whole parameter's elements in memory order, as one dimension.

@@ -75,6 +75,9 @@ void Runtime::keep(std::shared_ptr<Unit> unit) {
 
 void Runtime::adopt(Runtime& other) {
   auto guard = lock();
+  InternalScope scope;
+  other.reducer_.finish();
+  in_step_ = in_step_ || other.in_step_;
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
@@ -180,7 +183,7 @@ void Runtime::prefetch(Unit& unit, Phase phase, const Schedule& schedule) {
 void Runtime::write(Unit& unit, const Param& param) {
   auto guard = lock();
   InternalScope scope;
-  if (unit.is_private()) {
+  if (param.bucket().is_private()) {
     return;
   }
   FSDP_CHECK(
@@ -189,8 +192,8 @@ void Runtime::write(Unit& unit, const Param& param) {
       param.name(),
       "' was written between the beginning of a forward and the end of its backward, where ",
       "the graph still needs its old value. Write it before the forward or after the backward (after a forward ",
-      "without backward, call reset_iter_state() on the root first, or run that forward in no-grad ",
-      "mode)");
+      "without backward, call reset_iter_state() on the root first, ",
+      "or run that forward in no-grad mode)");
   for (Unit* other : std::vector<Unit*>(unsharded_)) {
     if (other != &unit && other->is_private() && other->held == 0) {
       other->reshard();
@@ -198,7 +201,7 @@ void Runtime::write(Unit& unit, const Param& param) {
   }
   unit.unshard();
   unit.wait();
-  unit.make_private();
+  unit.make_private(param.bucket());
   last_ = nullptr; // the next touch, of whatever unit, goes the long way
 }
 

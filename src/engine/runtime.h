@@ -60,9 +60,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void forward_begins() {
     FSDP_CHECK(
         !backward_queued_,
-        "[forward] the last backward broke off in the middle, and has left gradients behind: call reset_iter_state() "
-        "on "
-        "the root first, on all ranks");
+        "[forward] the last backward broke off in the middle, and has left gradients behind: ",
+        "call reset_iter_state() on the root first, on all ranks");
     in_step_ = true;
   }
   bool in_step() const {

@@ -35,7 +35,7 @@ layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
       spec.name,
       "', which has ",
       ndim,
-      " dimensions");
+      " dimensions: give one from 0 on, or from -1 back");
   dim = dim < 0 && ndim > 0 ? dim + ndim : std::max<int64_t>(dim, 0);
   const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
   auto strides = dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
@@ -164,6 +164,22 @@ bool Unit::reshards_after(Phase phase) const {
   return policy.reshard_after_forward.value_or(parent_ != nullptr);
 }
 
+// What fails half way, a user's extension perhaps, leaves a sharded unit behind.
+template <typename Gather>
+void Unit::or_release(const Gather& gather) {
+  try {
+    gather();
+  } catch (...) {
+    for (auto& bucket : buckets_) {
+      in_place_readers::leave(*bucket->gather_group, *this);
+      bucket->release();
+    }
+    state_ = UnitState::kSharded;
+    runtime_->unit_changed(*this, EventKind::kReshard);
+    throw;
+  }
+}
+
 void Unit::unshard() {
   if (state_ != UnitState::kSharded) {
     return;
@@ -177,12 +193,14 @@ void Unit::unshard() {
   }
   runtime_->order_gather();
   StreamGuard on_stream(runtime_->gather_stream());
-  for (auto& bucket : buckets_) {
-    bucket->gather(label("unshard"));
-    if (bucket->reads_in_place()) {
-      in_place_readers::enter(*bucket->gather_group, *this);
+  or_release([&] {
+    for (auto& bucket : buckets_) {
+      bucket->gather(label("unshard"));
+      if (bucket->reads_in_place()) {
+        in_place_readers::enter(*bucket->gather_group, *this);
+      }
     }
-  }
+  });
   state_ = UnitState::kArriving;
   runtime_->unit_changed(*this, EventKind::kUnshard);
 }
@@ -192,9 +210,11 @@ void Unit::wait() {
     return;
   }
   const tracing::Span span("wait for parameters", display_name());
-  for (auto& bucket : buckets_) {
-    bucket->wait();
-  }
+  or_release([&] {
+    for (auto& bucket : buckets_) {
+      bucket->wait();
+    }
+  });
   state_ = UnitState::kWhole;
   runtime_->unit_changed(*this, EventKind::kWait);
 }
@@ -224,12 +244,10 @@ void Unit::reshard(bool after_forward) {
   runtime_->unit_changed(*this, EventKind::kReshard);
 }
 
-void Unit::make_private() {
+void Unit::make_private(Bucket& bucket) {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
-  for (auto& bucket : buckets_) {
-    bucket->make_private();
-    in_place_readers::leave(*bucket->gather_group, *this); // it has memory of its own now
-  }
+  bucket.make_private();
+  in_place_readers::leave(*bucket.gather_group, *this); // it has memory of its own now
 }
 
 bool Unit::is_private() const {
@@ -251,21 +269,27 @@ void Unit::gather_through(CollectiveFn all_gather) {
   reshard();
   for (auto& bucket : buckets_) {
     bucket->gather_group = with_all_gather(bucket->shared_shard_group(), all_gather);
-    bucket->settle(*this);
+    settle(*bucket, "set_custom_all_gather");
   }
 }
 
 void Unit::reduce_through(CollectiveFn reduce_scatter) {
-  for (auto& bucket : buckets_) {
-    bucket->reduce_group = with_reduce_scatter(bucket->shared_shard_group(), reduce_scatter);
-  }
+  reduce_scatter_ = std::move(reduce_scatter);
+  choose_reduce_groups();
 }
 
 void Unit::separate_reductions(bool separate) {
+  separate_reductions_ = separate;
+  choose_reduce_groups();
+}
+
+void Unit::choose_reduce_groups() {
   for (auto& bucket : buckets_) {
     auto group = bucket->shared_shard_group();
-    bucket->reduce_group =
-        separate ? group->part(/*color=*/0, "reductions", label("set_separate_reduce_scatter_group")) : group;
+    if (separate_reductions_) {
+      group = group->part(/*color=*/0, "reductions", label("set_separate_reduce_scatter_group"));
+    }
+    bucket->reduce_group = reduce_scatter_ ? with_reduce_scatter(group, reduce_scatter_) : group;
   }
 }
 
@@ -385,8 +409,7 @@ void Unit::reset() {
     param->gradient.reset();
     param->partial.reset();
   }
-  held = 0;
-  if (is_private()) {
+  if (std::exchange(held, 0) > 0 && is_private()) { // a write, or a guard, that was broken off
     discard_private();
   }
   reshard();

@@ -136,8 +136,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the
   /// backward.
   void reshard(bool after_forward = false);
-  /// whole -> whole, but writable: changes reach the shards at the next reshard.
-  void make_private();
+  /// whole -> whole, but a bucket's memory is writable: changes reach the shards at the next reshard.
+  void make_private(Bucket& bucket);
   bool is_private() const;
   /// The writable copy itself: a plain tensor.
   at::Tensor private_copy(const Param& param) const;
@@ -212,6 +212,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void add_params(UnitSpec& spec);
   Bucket& bucket_for(const ParamSpec& param, const UnitSpec& spec);
   void settle(Bucket& bucket, const char* operation);
+  template <typename Gather>
+  void or_release(const Gather& gather);
+  void choose_reduce_groups();
   void look_for_params_on_meta();
 
   std::string name_;
@@ -225,6 +228,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<Runtime> runtime_;
   int number_ = 0;
   Unit* parent_ = nullptr;
+  CollectiveFn reduce_scatter_; // of the user's, or empty
+  bool separate_reductions_ = false;
   UnitState state_ = UnitState::kSharded;
   bool on_meta_ = false; // some parameters are
   int awaiting_ = 0; // parameters whose gradients are expected

@@ -246,17 +246,24 @@ at::Tensor leaf_like(const at::Tensor& input) {
   return input.defined() ? input.detach().set_requires_grad(input.requires_grad()) : input;
 }
 
+using SavedInputs = std::vector<torch::autograd::SavedVariable>;
+
+// Saved before the function runs: one that writes to its inputs could not be run again, and is an error in backward.
+SavedInputs save(const Tensors& inputs) {
+  SavedInputs saved;
+  saved.reserve(inputs.size());
+  for (const at::Tensor& input : inputs) {
+    saved.emplace_back(input, /*is_output=*/false);
+  }
+  return saved;
+}
+
 // The function in the graph: an edge for each input. What else it reads gets its gradients from the backward nested
 // inside.
 class CheckpointNode : public torch::autograd::Node {
  public:
-  CheckpointNode(Recipe recipe, const Tensors& inputs)
-      : Node(torch::autograd::collect_next_edges(inputs)), recipe_(std::move(recipe)) {
-    inputs_.reserve(inputs.size());
-    for (const at::Tensor& input : inputs) {
-      inputs_.emplace_back(input, /*is_output=*/false);
-    }
-  }
+  CheckpointNode(Recipe recipe, const Tensors& inputs, SavedInputs saved)
+      : Node(torch::autograd::collect_next_edges(inputs)), inputs_(std::move(saved)), recipe_(std::move(recipe)) {}
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     engine::CheckpointBackward scope;
@@ -286,14 +293,12 @@ class CheckpointNode : public torch::autograd::Node {
   static void check_allowed() {
     FSDP_CHECK(
         torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
-        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some "
-        "tensors only "
-        "(autograd::grad, or backward with inputs). Call backward() and read the .grad of the tensors.");
+        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some ",
+        "tensors only (autograd::grad, or backward with inputs). Call backward() and read the .grad of the tensors.");
     FSDP_CHECK(
         !at::GradMode::is_enabled(),
-        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function "
-        "without "
-        "checkpoint to differentiate twice.");
+        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function ",
+        "without checkpoint to differentiate twice.");
   }
 
   Tensors unpack() {
@@ -309,7 +314,7 @@ class CheckpointNode : public torch::autograd::Node {
     return inputs;
   }
 
-  std::vector<torch::autograd::SavedVariable> inputs_;
+  SavedInputs inputs_;
   std::optional<Recipe> recipe_;
 };
 
@@ -317,11 +322,11 @@ class CheckpointNode : public torch::autograd::Node {
 using NodePointer = decltype(torch::autograd::Edge::function);
 
 template <typename Pointer>
-Pointer make_node(Recipe recipe, const Tensors& inputs) {
+Pointer make_node(Recipe recipe, const Tensors& inputs, SavedInputs saved) {
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
-    return std::make_shared<CheckpointNode>(std::move(recipe), inputs);
+    return std::make_shared<CheckpointNode>(std::move(recipe), inputs, std::move(saved));
   } else {
-    return Pointer(c10::make_intrusive<CheckpointNode>(std::move(recipe), inputs));
+    return Pointer(c10::make_intrusive<CheckpointNode>(std::move(recipe), inputs, std::move(saved)));
   }
 }
 
@@ -343,8 +348,9 @@ std::vector<at::Tensor> checkpoint_list(Function function, const std::vector<at:
     return function(inputs);
   }
   Recipe recipe(std::move(function), devices_of(inputs));
+  SavedInputs saved = save(inputs);
   Tensors outputs = recipe.first_run(inputs);
-  const NodePointer node = make_node<NodePointer>(std::move(recipe), inputs);
+  const NodePointer node = make_node<NodePointer>(std::move(recipe), inputs, std::move(saved));
   for (at::Tensor& output : outputs) {
     output = with_history(output, node);
   }

@@ -35,7 +35,7 @@ void check_root(const Unit& unit, const char* operation) {
       unit.display_name(),
       "' lies below '",
       unit.parent()->display_name(),
-      "'");
+      "': call it on what fully_shard returned for the outermost module");
 }
 
 std::vector<std::weak_ptr<Unit>> units_of(const std::vector<FSDPModule>& modules) {
@@ -118,13 +118,16 @@ void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>&
 void FSDPModule::set_custom_all_gather(AllGatherFn all_gather) {
   auto guard = unit_->runtime().lock();
   engine::InternalScope scope;
-  FSDP_CHECK(all_gather != nullptr, "[set_custom_all_gather] the function is empty");
+  FSDP_CHECK(
+      all_gather != nullptr, "[set_custom_all_gather] the function is empty: give one that fills its first argument");
   unit_->gather_through(std::move(all_gather));
 }
 
 void FSDPModule::set_custom_reduce_scatter(ReduceScatterFn reduce_scatter) {
   auto guard = unit_->runtime().lock();
-  FSDP_CHECK(reduce_scatter != nullptr, "[set_custom_reduce_scatter] the function is empty");
+  FSDP_CHECK(
+      reduce_scatter != nullptr,
+      "[set_custom_reduce_scatter] the function is empty: give one that fills its first argument");
   unit_->reduce_through(std::move(reduce_scatter));
 }
 
@@ -142,7 +145,9 @@ void FSDPModule::set_post_optim_event(std::shared_ptr<c10::Event> event) {
 }
 
 void FSDPModule::set_gradient_divide_factor(std::optional<double> factor) {
-  FSDP_CHECK(factor != 0, "[set_gradient_divide_factor] gradients cannot be divided by 0");
+  FSDP_CHECK(
+      factor != 0,
+      "[set_gradient_divide_factor] gradients cannot be divided by 0: give the factor, or nothing for the average");
   unit_->policy.divide_factor = factor;
 }
 

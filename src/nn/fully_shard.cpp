@@ -106,7 +106,9 @@ void check_any(bool any, const std::string& name) {
       any,
       "[fully_shard] the module '",
       name,
-      "' has no parameters, nor have the modules below it: there is nothing to shard");
+      "' has no parameters, nor have the modules below it: there is nothing to shard, so leave it out, or register "
+      "what it ",
+      "reads with register_parameter");
 }
 
 void check_materialized(const std::vector<Slot>& slots) {
@@ -119,7 +121,8 @@ void check_materialized(const std::vector<Slot>& slots) {
   FSDP_CHECK(
       on_meta.empty(),
       "[fully_shard] parameters have to be materialized from the meta device first, but these were not: ",
-      join(on_meta));
+      join(on_meta),
+      ". Build the model on \"cpu\", or give them memory and values before");
 }
 
 std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const Slot& slot) {
@@ -137,7 +140,7 @@ void check_one_mesh(const Param& param, const Slot& slot, const std::optional<Sh
       param.bucket().options().mesh.str(),
       ": a parameter cannot be in two meshes, and ",
       placement->mesh->str(),
-      " was asked for");
+      " was asked for. Give both names the same mesh, or none");
 }
 
 Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options) {
@@ -175,7 +178,7 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
           param.placement.mesh->str(),
           ", its unit on ",
           mesh.str(),
-          ": both have to be on one kind of device");
+          ": build both meshes for one kind of device");
     }
   }
 }
@@ -307,7 +310,7 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
   std::vector<ModuleView> views;
   for (auto* module : modules) {
-    FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null");
+    FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null: construct it before");
     FSDP_CHECK(
         nn::registry::find(*module) == nullptr,
         "[fully_shard] was called twice on the same module (",

@@ -88,7 +88,9 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
     return;
   }
   ++unit->held;
-  unit->make_private();
+  for (const auto& bucket : unit->buckets()) {
+    unit->make_private(*bucket);
+  }
 }
 
 void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
@@ -100,8 +102,10 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
         continue;
       }
       engine::InternalScope scope;
-      at::Tensor whole = unit->private_copy(*param);
-      whole = options.offload_to_cpu ? whole.to(c10::kCPU) : whole;
+      // An alias: users may give their tensor other data.
+      const at::Tensor copy = unit->private_copy(*param);
+      at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
+      whole = whole.is_same(copy) ? copy.alias() : whole;
       whole.set_requires_grad(param->trainable());
       if (gradient.defined()) {
         whole.mutable_grad() = gradient.to(whole.options().requires_grad(false));
@@ -129,8 +133,10 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor
       " at the end, and cannot become shards of a parameter of shape ",
       c10::IntArrayRef(param.layout().sizes()),
       ". Write into it: p.copy_(values). What was written to its unit is lost");
-  if (options.offload_to_cpu) {
-    unit.private_copy(param).copy_(whole);
+  const at::Tensor copy = unit.private_copy(param);
+  const bool shares_memory = whole.is_alias_of(copy);
+  if (!shares_memory || whole.strides() != copy.strides()) {
+    copy.copy_(shares_memory ? whole.clone() : whole);
   }
   if (auto gradient = param.shard_gradient(); options.with_grads && gradient.defined() && whole.grad().defined()) {
     gradient.copy_(param.piece_of(whole.grad()));
@@ -156,26 +162,15 @@ void SummonedParams::Impl::restore() {
 }
 
 void SummonedParams::Impl::give_back(Unit& unit) {
-  auto guard = unit.runtime().lock();
   if (!visible) {
     return;
   }
+  auto guard = unit.runtime().lock();
   unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
-  if (!unit.is_private()) {
-    if (unit.held == 0) {
-      unit.reshard();
-    }
-    return;
-  }
-  if (!options.writeback) {
-    if (unit.held == 0) {
-      unit.discard_private();
-    }
-    return;
-  }
+  const bool writes = options.writeback && unit.is_private();
   try {
     for (const auto& param : unit.params()) {
-      if (auto found = wholes.find(param.get()); found != wholes.end()) {
+      if (auto found = wholes.find(param.get()); writes && found != wholes.end()) {
         write_back(unit, *param, found->second);
       }
     }
@@ -184,7 +179,7 @@ void SummonedParams::Impl::give_back(Unit& unit) {
     throw;
   }
   if (unit.held == 0) {
-    unit.reshard();
+    unit.is_private() && !writes ? unit.discard_private() : unit.reshard();
   }
 }
 

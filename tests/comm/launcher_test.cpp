@@ -115,6 +115,9 @@ TEST(Launcher, MpirunOnSeveralHostsNeedsAnAddress) {
   EXPECT_TRUE(contains(message, "MASTER_ADDR"));
   EXPECT_TRUE(contains(message, "mpirun -x"));
   variables["MASTER_ADDR"] = "node7";
+  EXPECT_TRUE(contains(error_with(variables), "MASTER_PORT"));
+  variables["PMIX_NAMESPACE"] = "prte-1234@1";
+  EXPECT_GT(launch_with(variables).port, 0);
   variables["MASTER_PORT"] = "1234";
   EXPECT_EQ(launch_with(variables).address, "node7");
   EXPECT_EQ(launch_with(variables).port, 1234);

@@ -181,6 +181,14 @@ TEST(Checkpoint, IntegerAndUndefinedInputsAndOutputs) {
   expect_same_bits(run(true), run(false));
 }
 
+TEST(Checkpoint, ALambdaMayReturnSeveralTensors) {
+  Tensor x = torch::ones({3}).requires_grad_();
+  const auto out = checkpoint([](const Tensor& in) { return Tensors{in * 2, in * 3}; }, x);
+  ASSERT_EQ(out.size(), 2u);
+  (out[0] + out[1]).sum().backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({3}, 5.0)));
+}
+
 TEST(Checkpoint, OnlySomeOutputsAreUsed) {
   const auto run = [](bool use) {
     Tensor x = torch::randn({3}, torch::make_generator<at::CPUGeneratorImpl>(3)).requires_grad_();
@@ -304,6 +312,12 @@ TEST(Checkpoint, AnInputChangedBeforeBackwardIsAnError) {
   Tensor hidden = x * 2;
   Tensor y = checkpoint([](const Tensor& in) { return in.exp(); }, hidden);
   hidden.add_(1);
+  EXPECT_THROW(y.sum().backward(), c10::Error);
+}
+
+TEST(Checkpoint, AFunctionThatChangesItsInputCannotRunAgain) {
+  Tensor x = torch::ones({2}).requires_grad_(), counter = torch::zeros({2});
+  Tensor y = checkpoint([](const Tensor& in, const Tensor& count) { return in * count.add_(1); }, x, counter);
   EXPECT_THROW(y.sum().backward(), c10::Error);
 }
 

@@ -245,6 +245,7 @@ TEST(Errors, DataPutInAHandlesPlace) {
           nn::Sequential model(nn::Linear(nn::LinearOptions(4, 4).bias(!alone)));
           fully_shard(*model[0]);
           auto weight = model[0]->as<nn::Linear>()->weight;
+          const auto view = alone ? at::Tensor() : weight.t(); // keeps the handle's memory
           weight.set_data(torch::ones({4, 4}));
           weight.sum().backward();
         },

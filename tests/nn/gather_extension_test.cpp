@@ -11,6 +11,7 @@
 #include <fsdp/init.h>
 #include <fsdp/sharded_tensor.h>
 
+#include "engine/unit.h"
 #include "support/error_message.h"
 #include "support/ranks.h"
 
@@ -132,6 +133,76 @@ TEST(GatherExtension, RanksThatSendDifferentSizesAreTold) {
     });
   });
   EXPECT_TRUE(contains(said, "same sizes and dtypes on every rank"));
+}
+
+TEST_P(GatherExtensions, LeaveTheOtherParametersOfTheirUnitWritable) {
+  on_threads(GetParam(), [&] {
+    auto model = make_model();
+    auto unit = fully_shard(*model, in_bfloat16(GetParam()));
+    {
+      torch::NoGradGuard no_grad;
+      model[0]->as<nn::Linear>()->bias.fill_(2);
+      model[2]->as<nn::Linear>()->bias.fill_(3);
+    }
+    unit.reset_iter_state();
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[1]).full_tensor(), torch::full({7}, 2.0)));
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[3]).full_tensor(), torch::full({3}, 3.0)));
+  });
+}
+
+enum class Moment : char { kNever, kBefore, kAfter };
+
+class Failing final : public GatherExtension {
+ public:
+  Failing(std::shared_ptr<GatherExtension> base, std::shared_ptr<Moment> fails)
+      : base_(std::move(base)), fails_(std::move(fails)) {}
+  std::vector<at::Tensor> before_gather(const at::Tensor& shard) override {
+    fail(Moment::kBefore);
+    return base_->before_gather(shard);
+  }
+  Whole after_gather(const std::vector<at::Tensor>& gathered) override {
+    fail(Moment::kAfter);
+    return base_->after_gather(gathered);
+  }
+
+ private:
+  void fail(Moment moment) const {
+    if (*fails_ == moment) {
+      throw std::runtime_error("from an extension");
+    }
+  }
+  std::shared_ptr<GatherExtension> base_;
+  std::shared_ptr<Moment> fails_;
+};
+
+TEST_P(GatherExtensions, ThatFailLeaveAShardedUnit) {
+  on_threads(GetParam(), [&] {
+    auto model = make_model();
+    auto options = in_bfloat16(GetParam());
+    const auto fails = std::make_shared<Moment>(Moment::kNever);
+    options.shard_placement_fn = [fails, base = options.shard_placement_fn](
+                                     const at::Tensor& tensor, const std::string& name) {
+      auto placement = base(tensor, name);
+      if (placement) {
+        placement->extension = std::make_shared<Failing>(placement->extension, fails);
+      }
+      return placement;
+    };
+    auto unit = fully_shard(*model, options);
+    const auto x = torch::ones({2, 5});
+    const auto expected = model->forward(x).detach();
+    unit.reset_iter_state();
+    for (const auto moment : {Moment::kBefore, Moment::kAfter}) {
+      *fails = moment;
+      EXPECT_THROW(model->forward(x), std::runtime_error);
+      EXPECT_EQ(unit.unit()->state(), engine::UnitState::kSharded);
+      EXPECT_EQ(unit.unit()->whole_bytes(), 0);
+      *fails = Moment::kNever;
+      unit.reset_iter_state();
+      EXPECT_TRUE(torch::equal(model->forward(x), expected));
+      unit.reset_iter_state();
+    }
+  });
 }
 
 } // namespace

@@ -235,5 +235,81 @@ TEST_P(KeptValues, OneGuardWithinAnother) {
   });
 }
 
+TEST_P(KeptValues, OtherDataForAWholeParameter) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    fully_shard(*model);
+    const auto transposed = numbers({4, 4}).t();
+    for (const bool offload : {false, true}) {
+      {
+        const auto guard = summon_full_params(*model, {.offload_to_cpu = offload});
+        auto weight = model->parameters()[0];
+        weight.set_data(weight.t()); // the same memory, read in another order
+        auto bias = model->parameters()[1];
+        bias.set_data(torch::full({4}, 7.0)); // other memory
+        EXPECT_EQ(model->weight.detach().sum().item<float>(), transposed.sum().item<float>());
+      }
+      EXPECT_TRUE(torch::equal(whole_at(*model, 0), offload ? numbers({4, 4}) : transposed));
+      EXPECT_TRUE(torch::equal(whole_at(*model, 1), torch::full({4}, 7.0)));
+    }
+  });
+}
+
+TEST_P(KeptValues, WritesThatNoUnitHasTakenYetSurviveAReset) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 3);
+    auto unit = fully_shard(*model);
+    {
+      torch::NoGradGuard no_grad;
+      model->weight.fill_(2);
+    }
+    unit.reset_iter_state();
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), torch::full({3, 4}, 2.0)));
+  });
+}
+
+TEST_P(KeptValues, WhatAnOperatorWritesToIsTheUsersTensor) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+    torch::NoGradGuard no_grad;
+    const auto x = torch::eye(4);
+    auto out = torch::zeros({4, 4});
+    EXPECT_THROW(torch::mm_out(out, x, model->weight), c10::Error); // torch wants an `out` of the operator's dtype
+    out = out.to(torch::kBFloat16);
+    torch::mm_out(out, x, model->weight);
+    EXPECT_TRUE(torch::equal(out, numbers({4, 4}).to(torch::kBFloat16)));
+  });
+}
+
+TEST_P(KeptValues, ReductionsInFlightFindTheNewRoot) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    auto unit = fully_shard(*model);
+    unit.set_is_last_backward(false);
+    model->forward(torch::ones({2, 4})).sum().backward();
+    EXPECT_EQ(unit.unit()->runtime().reducer().in_flight(), 1);
+    nn::Sequential outer(model);
+    fully_shard(*outer);
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[1]).full_grad(), torch::full({4}, 2.0)));
+  });
+}
+
+TEST_P(KeptValues, ReadingWhatIsInNoGraphIsNoStep) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    auto unit = fully_shard(*model);
+    EXPECT_EQ(model->weight.detach().sum().item<float>(), numbers({4, 4}).sum().item<float>());
+    EXPECT_FALSE(unit.unit()->runtime().in_step());
+    {
+      torch::NoGradGuard no_grad;
+      model->weight.zero_(); // would be an error in a step
+    }
+    (model->forward(torch::ones({2, 4})) + model->weight.detach().sum()).sum().backward();
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[1]).full_grad(), torch::full({4}, 2.0)));
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[0]).full_grad(), torch::full({4, 4}, 2.0)));
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -61,6 +61,26 @@ TEST_P(Setters, ReductionsGetAGroupOfTheirOwn) {
   });
 }
 
+TEST_P(Setters, AGroupOfTheirOwnKeepsTheUsersCollective) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 4);
+    auto unit = fully_shard(*model);
+    const auto plain = gradient_of_step(model);
+    std::vector<Group*> seen;
+    unit.set_custom_reduce_scatter([&](at::Tensor& output, const at::Tensor& input, Group& group) {
+      seen.push_back(&group);
+      group.reduce_scatter({{input.clone()}, {output.numel()}, {output}}, {"custom", ""})->wait();
+    });
+    for (const bool separate : {false, true, false}) {
+      unit.set_separate_reduce_scatter_group(separate);
+      EXPECT_TRUE(torch::equal(gradient_of_step(model), plain));
+    }
+    ASSERT_EQ(seen.size(), 3u);
+    EXPECT_NE(seen[1], seen[0]);
+    EXPECT_EQ(seen[2], seen[0]);
+  });
+}
+
 TEST_P(Setters, ABackwardThatIsNotTheLastLeavesReductionsRunning) {
   on_threads(GetParam(), [] {
     nn::Linear model(4, 4);
