@@ -101,8 +101,18 @@ class Launch(unittest.TestCase):
         process = launch(2, "trap '' TERM INT; echo ready; while :; do sleep 1; done")
         self.assertEqual(process.stdout.readline(), "ready\n")
         process.send_signal(signal.SIGINT)
+        self.assertIn("Ctrl-C again", process.stderr.readline())
+        process.send_signal(signal.SIGINT)
         self.assertEqual(process.wait(timeout=20), 128 + signal.SIGINT)
         process.communicate()
+
+    def test_ranks_may_take_their_time_to_end_after_ctrl_c(self):
+        process = launch(2, "trap 'sleep 7; echo saved; exit' INT; sleep 100 & echo ready; wait")
+        self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+        self.assertEqual(out, "saved\n" * 2)
+        self.assertEqual(process.returncode, 128 + signal.SIGINT)
 
     def test_no_rank_outlives_a_launcher_that_is_killed(self):
         process, pids = self.start_sleepers(2)
