@@ -34,14 +34,14 @@ const engine::Param& param_behind(const at::Tensor& shard) {
 at::Tensor put_together(const engine::Param& param, const at::Tensor& local, const char* operation) {
   engine::InternalScope scope;
   const auto& layout = param.layout();
-  auto mine = local.numel() == 0 ? local : at::as_strided(local, {local.numel()}, {1}, local.storage_offset());
   const auto on_device = local.options().device(param.unit().device()).requires_grad(false);
   Group& group = param.bucket().shard_group();
   const Label label{operation, param.name()};
   auto home = group.make_home(
       {Piece{layout.numel(), layout.chunk(), local.scalar_type(), local.scalar_type()}}, {on_device.device()}, label);
   home->begin_write(label);
-  at::from_blob(home->slice(0), {mine.numel()}, on_device).copy_(mine.view(-1));
+  const int rank = param.rank();
+  at::from_blob(home->slice(0), layout.shard_sizes(rank), layout.shard_strides(rank), on_device).copy_(local);
   auto gathered = home->gather(label);
   gathered->wait();
   auto slices = param.flat_view_of_whole(gathered->piece(0), local.scalar_type(), on_device.device());

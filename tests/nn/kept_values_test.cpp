@@ -311,5 +311,18 @@ TEST_P(KeptValues, ReadingWhatIsInNoGraphIsNoStep) {
   });
 }
 
+TEST_P(KeptValues, AGradientThatIsLaidOutInAnotherOrder) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 6);
+    fully_shard(*model);
+    model->forward(torch::arange(4, torch::kFloat).view({1, 4})).sum().backward();
+    auto shard = model->parameters()[0];
+    const auto expected = sharded(shard).full_grad();
+    shard.mutable_grad() = shard.grad().t().contiguous().t();
+    EXPECT_TRUE(torch::equal(sharded(shard).full_grad(), expected));
+    EXPECT_TRUE(torch::equal(expected[0], torch::arange(4, torch::kFloat)));
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing
