@@ -20,7 +20,7 @@ int main() {
   torch::optim::AdamW optimizer(model->parameters(), 1e-2); // of this rank's shards
   torch::manual_seed(1 + fsdp::rank()); // each rank learns from other data
   for (int step = 0; step < 50; ++step) {
-    auto x = torch::randn({32, 64});
+    auto x = torch::randn({32, 64}, fsdp::device());
     auto loss = torch::mse_loss(model->forward(x), x.flip(1)); // an ordinary forward,
     loss.backward(); // an ordinary backward: afterwards each shard has its gradient, the mean over all ranks
     optimizer.step();

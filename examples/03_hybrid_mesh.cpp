@@ -33,7 +33,7 @@ int main() {
     for (int i = 0; i < kMicroBatches; ++i) {
       // Gradients add up without communication until the last micro-batch.
       root.set_requires_gradient_sync(i + 1 == kMicroBatches);
-      auto x = torch::randn({16, 64});
+      auto x = torch::randn({16, 64}, fsdp::device());
       auto loss = torch::mse_loss(model->forward(x), x.flip(1)) / kMicroBatches;
       loss.backward();
       sum += loss.item<double>();

@@ -28,7 +28,7 @@ int main() {
   torch::manual_seed(1 + fsdp::rank());
   try {
     for (int step = 0; step < 50; ++step) {
-      auto x = torch::randn({32, 64});
+      auto x = torch::randn({32, 64}, fsdp::device());
       auto loss = torch::mse_loss(model->forward(x), x.flip(1));
       loss.backward();
       optimizer.step();

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """check_layers.py [ROOT]: proves that every file includes only what its layer may use.
 
-A layer is a folder of src/. A public header belongs to the layer that implements it. A file may include its own layer, the
+A layer is a folder of src/. A public header belongs to the layer that implements it: the one with a .cpp of its name. A file may include its own layer, the
 layers that LAYERS lists for it, and the public headers of all layers below. A backend is seen through its factories, and
 examples, benchmarks and bindings see public headers only. The names of files in include/ and src/ differ.
 """
@@ -50,8 +50,11 @@ BACKENDS = {
     "comm/shm": ["<fsdp/group.h>"],
 }
 
+# what a layer may not include at all: the engine serves other front ends than torch::nn and Python
+FOREIGN = {"engine": re.compile(r"(torch/(torch|nn|extension|python)|Python|pybind11)[./]")}
+
 # folders that are users of the library; and files in them that measure its insides, with the layer that they may see
-OUTSIDE = ["examples", "bench", "python"]
+OUTSIDE = ["examples", "bench", "python", "tools"]
 INSIDE = {"bench/span.cpp": "base"}
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
@@ -92,6 +95,9 @@ class Checker:
         for header in sources(self.root / "include"):
             if header.stem not in PUBLIC:
                 self.complain(header, 0, "belongs to no layer: give it a row in PUBLIC")
+            for source in (self.root / "src").glob(f"*/{header.stem}.cpp"):
+                if source.parent.name != PUBLIC.get(header.stem, source.parent.name):
+                    self.complain(source, 0, f"implements a public header that belongs to {PUBLIC[header.stem]}")
 
     def check_names(self):
         public = {header.name for header in sources(self.root / "include")}
@@ -128,6 +134,8 @@ class Checker:
                 self.complain(path, number, f'includes "{target}"; write it from src/, as "layer/file.h"')
             elif is_public and target.split("/")[0] in LAYERS:
                 self.complain(path, number, f'includes "{target}"; public headers include public headers only')
+            elif layer in FOREIGN and FOREIGN[layer].match(target):
+                self.complain(path, number, f"includes <{target}>; {layer} knows nothing of torch::nn and Python")
             elif layer != "everything":
                 self.check_private_include(path, number, target, layer)
                 self.check_backend(path, number, target)

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 folders=()
-for folder in include src tests bench examples python docs; do
+for folder in include src tests tools bench examples python docs; do
   [ -d "$folder" ] && folders+=("$folder")
 done
 mapfile -d '' sources < <(find "${folders[@]}" \( -name '*.h' -o -name '*.cpp' \) -print0)

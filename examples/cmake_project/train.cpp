@@ -26,7 +26,7 @@ int main() {
 
   torch::manual_seed(1 + fsdp::rank());
   for (int step = 1; step <= 100; ++step) {
-    auto points = torch::randn({64, 2});
+    auto points = torch::randn({64, 2}, fsdp::device());
     auto inside = (points.norm(2, 1) < 1.0).to(torch::kLong); // is the point in the unit circle?
     auto scores = model(points);
     auto loss = torch::nn::functional::cross_entropy(scores, inside);

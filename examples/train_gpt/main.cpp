@@ -8,6 +8,7 @@
 #include <thread>
 
 #include <fsdp/fsdp.h>
+#include <torch/cuda.h>
 
 #include "batches.h"
 #include "evaluate.h"
@@ -114,8 +115,15 @@ void conclude(const Options& options, const History& history) {
   std::cout << "\nReport:  " << options.report << "\nMetrics: " << options.out << "/metrics.jsonl" << std::endl;
 }
 
+// A GPU for each rank of this host, or the CPU.
+std::string choose_device(const Options& options) {
+  const char* ranks_here = std::getenv("LOCAL_WORLD_SIZE");
+  const bool too_many = ranks_here != nullptr && std::atoi(ranks_here) > torch::cuda::device_count();
+  return options.device.empty() && too_many ? "cpu" : options.device;
+}
+
 void run(const Options& options) {
-  fsdp::init({.backend = options.backend});
+  fsdp::init({.backend = options.backend, .device = choose_device(options)});
   catch_interrupts();
   Team team = options.single ? Team::in_one_process(options.ranks) : Team::of_the_job();
   choose_threads(options, team);

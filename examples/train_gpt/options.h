@@ -28,6 +28,7 @@ struct Options {
   int64_t seed = 1;
 
   std::string backend;
+  std::string device;
   std::vector<int64_t> mesh; ///< empty: all ranks in one dimension
   fsdp::ReshardAfterForward reshard_after_forward;
   std::optional<c10::ScalarType> param_dtype;

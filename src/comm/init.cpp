@@ -61,9 +61,10 @@ std::vector<std::string> device_types() {
   return types;
 }
 
-c10::Device parse_device(const std::string& text) {
+c10::Device parse_device(const std::string& text, const std::string& backend) {
   if (text.empty()) {
-    return device_count(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
+    const bool on_host = backend == "shm" || backend == "gloo";
+    return !on_host && device_count(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
   }
   std::optional<c10::Device> device;
   try {
@@ -171,7 +172,7 @@ std::shared_ptr<Group> make_group(
 }
 
 void join_job(const Launch& launch, const InitOptions& options) {
-  const c10::Device device = parse_device(options.device);
+  const c10::Device device = parse_device(options.device, options.backend);
   require_known_backend(options.backend, device);
   log::set_rank(launch.rank);
   Joined state{.options = options, .rendezvous = nullptr};

@@ -33,6 +33,16 @@ Tenant* tenant_of(const at::Tensor& tensor) {
   return data.get_deleter() == &end_tenancy ? static_cast<Tenant*>(data.get_context()) : nullptr;
 }
 
+Param* param_of(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  return tenant == nullptr || tenant->role == Role::kGradient ? nullptr : tenant->param;
+}
+
+bool is_handle(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  return tenant != nullptr && tenant->role == Role::kHandle;
+}
+
 at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry) {
   const auto dtype = c10::scalarTypeToTypeMeta(geometry.dtype);
   int64_t last = 0; // the farthest element

@@ -36,6 +36,10 @@ struct Tenant {
 /// Null for a tensor that is not ours. One pointer comparison: cheap enough for every operator.
 Tenant* tenant_of(const at::Tensor& tensor);
 
+/// The parameter behind a shard or a handle; null for any other tensor.
+Param* param_of(const at::Tensor& tensor);
+bool is_handle(const at::Tensor& tensor);
+
 struct TensorGeometry {
   c10::IntArrayRef sizes;
   c10::IntArrayRef strides;

@@ -12,6 +12,7 @@
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
@@ -28,7 +29,7 @@ class WholeParameters {
   explicit WholeParameters(torch::nn::Module& module) {
     std::map<const engine::Param*, at::Tensor> wholes;
     for (auto& slot : nn::slots_of(module)) {
-      const auto* param = nn::param_of(slot.tensor);
+      const auto* param = engine::param_of(slot.tensor);
       if (param == nullptr || !slot.replace) {
         continue;
       }
@@ -75,7 +76,7 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
     }
   }
   for (const auto& slot : nn::slots_of(root)) {
-    const auto* param = nn::param_of(slot.tensor);
+    const auto* param = engine::param_of(slot.tensor);
     if (param == nullptr) {
       continue;
     }
@@ -124,7 +125,7 @@ void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
   auto originals = nn::slots_of(from), copies = nn::slots_of(to);
   TORCH_INTERNAL_ASSERT(originals.size() == copies.size());
   for (size_t i = 0; i < copies.size(); ++i) {
-    const auto* param = nn::param_of(originals[i].tensor);
+    const auto* param = engine::param_of(originals[i].tensor);
     copies[i].tensor.set_requires_grad(param != nullptr ? param->trainable() : originals[i].tensor.requires_grad());
   }
 }
@@ -134,7 +135,7 @@ std::vector<at::Tensor> left_to_others(torch::nn::Module& original, torch::nn::M
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
   std::vector<at::Tensor> others;
   for (size_t i = 0; i < copies.size(); ++i) {
-    const auto* param = nn::param_of(originals[i].tensor);
+    const auto* param = engine::param_of(originals[i].tensor);
     if (param == nullptr || &param->unit() != &unit) {
       others.push_back(copies[i].tensor);
     }

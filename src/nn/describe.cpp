@@ -13,6 +13,7 @@
 #include "base/format.h"
 #include "engine/prediction.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
 
@@ -76,7 +77,7 @@ int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
 std::vector<Unit*> units_of(const torch::nn::Module& module) {
   std::vector<Unit*> units;
   for (const auto& slot : nn::slots_of(const_cast<torch::nn::Module&>(module))) {
-    if (auto* param = nn::param_of(slot.tensor)) {
+    if (auto* param = engine::param_of(slot.tensor)) {
       if (std::find(units.begin(), units.end(), &param->unit()) == units.end()) {
         units.push_back(&param->unit());
       }

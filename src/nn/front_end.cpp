@@ -4,6 +4,7 @@
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
 
@@ -12,7 +13,7 @@ namespace fsdp {
 namespace {
 
 engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
-  engine::Param* param = nn::param_of(tensor);
+  engine::Param* param = engine::param_of(tensor);
   FSDP_CHECK(param != nullptr, "[", operation, "] expected a sharded parameter, got another tensor");
   return *param;
 }
@@ -20,7 +21,7 @@ engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
 } // namespace
 
 bool belongs_to_unit(const at::Tensor& tensor) {
-  return nn::param_of(tensor) != nullptr;
+  return engine::param_of(tensor) != nullptr;
 }
 
 at::Tensor handle_of(const at::Tensor& shard) {

@@ -16,6 +16,7 @@
 #include "base/format.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
@@ -151,8 +152,8 @@ Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options)
   }
   for (const auto& slot : found.slots) {
     auto& index = found.indices.emplace_back();
-    if (const Param* param = nn::param_of(slot.tensor)) {
-      if (nn::is_handle(slot.tensor)) {
+    if (const Param* param = engine::param_of(slot.tensor)) {
+      if (engine::is_handle(slot.tensor)) {
         check_one_mesh(*param, slot, placement_of(options, slot));
       }
       continue;
@@ -187,7 +188,7 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
 void register_shards(const Found& found, const Unit& unit) {
   for (size_t i = 0; i < found.slots.size(); ++i) {
     const Slot& slot = found.slots[i];
-    const Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : nn::param_of(slot.tensor);
+    const Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : engine::param_of(slot.tensor);
     if (param != nullptr && slot.replace) {
       slot.replace(param->shard());
     }
@@ -198,7 +199,7 @@ void register_shards(const Found& found, const Unit& unit) {
 void name_parameters(const std::vector<Slot>& slots) {
   std::unordered_set<Param*> named;
   for (const auto& slot : slots) {
-    Param* param = nn::param_of(slot.tensor);
+    Param* param = engine::param_of(slot.tensor);
     if (param != nullptr && named.insert(param).second) {
       param->set_name(slot.path);
     }
@@ -283,7 +284,7 @@ ModuleView view_of(const torch::jit::Module& module) {
     view.buffers.push_back(buffer);
   }
   for (const auto& slot : view.slots) {
-    if (const Param* param = nn::param_of(slot.tensor)) {
+    if (const Param* param = engine::param_of(slot.tensor)) {
       FSDP_CHECK(
           param->name() != slot.path,
           "[fully_shard] was called twice on the same TorchScript module: call it once, children before parents");

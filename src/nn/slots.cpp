@@ -74,14 +74,4 @@ void settle_replaced_shards(const torch::nn::Module& module) {
   }
 }
 
-engine::Param* param_of(const at::Tensor& tensor) {
-  const engine::Tenant* tenant = engine::tenant_of(tensor);
-  return tenant == nullptr || tenant->role == engine::Role::kGradient ? nullptr : tenant->param;
-}
-
-bool is_handle(const at::Tensor& tensor) {
-  const engine::Tenant* tenant = engine::tenant_of(tensor);
-  return tenant != nullptr && tenant->role == engine::Role::kHandle;
-}
-
 } // namespace fsdp::nn

@@ -24,8 +24,4 @@ std::vector<Slot> slots_of(const torch::jit::Module& module);
 /// where there are any.
 void settle_replaced_shards(const torch::nn::Module& module);
 
-/// The parameter behind a shard or a handle; null for any other tensor.
-engine::Param* param_of(const at::Tensor& tensor);
-bool is_handle(const at::Tensor& tensor);
-
 } // namespace fsdp::nn

@@ -16,6 +16,7 @@
 #include "base/log.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
@@ -51,7 +52,7 @@ namespace {
 std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slots, const FSDPModule* only) {
   std::vector<std::shared_ptr<Unit>> units;
   for (const auto& slot : slots) {
-    Param* param = nn::param_of(slot.tensor);
+    Param* param = engine::param_of(slot.tensor);
     if (param == nullptr) {
       continue;
     }
@@ -114,7 +115,7 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
     }
   }
   for (const auto& slot : slots) {
-    Param* param = nn::param_of(slot.tensor);
+    Param* param = engine::param_of(slot.tensor);
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
       slot.replace(found->second);
       replaced.push_back({slot, param});

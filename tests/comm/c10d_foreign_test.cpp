@@ -243,5 +243,23 @@ TEST(C10dForeign, NullIsAnError) {
   EXPECT_TRUE(contains(error_message([] { Group::from(c10::intrusive_ptr<c10d::ProcessGroup>()); }), "got null"));
 }
 
+TEST(C10dForeign, BigSlicesArriveWhereTheyBelong) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        const int64_t numel = 1'000'001, chunk = 500'001;
+        const std::vector<Piece> pieces{
+            piece(numel, chunk, at::kFloat), piece(7, 4, at::kDouble), piece(numel, chunk, at::kFloat)};
+        const auto home = group->make_home(pieces, {}, kTest);
+        fill_slices(*group, *home, pieces, 1);
+        const auto gathered = home->gather(kTest);
+        EXPECT_LT(gathered->bytes(), 3 * numel * 4) << "in memory twice"; // looked at before the wait
+        gathered->wait();
+        expect_pieces(*gathered, pieces, 1);
+        group->barrier(kTest);
+      },
+      &as_it_is);
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -58,6 +58,7 @@ TEST(RankMajor, ATensorThatLiesRightIsNotCopied) {
 
 TEST(BufferPool, GivesABufferOfFittingSizeAgain) {
   BufferPool pool;
+  const auto keeper = pool.keep_idle();
   const at::Tensor first = pool.take(1000, c10::kCPU);
   const void* memory = first.data_ptr();
   pool.give_back(first);
@@ -66,12 +67,26 @@ TEST(BufferPool, GivesABufferOfFittingSizeAgain) {
 
 TEST(BufferPool, IdleMemoryMakesWayForABiggerBuffer) {
   BufferPool pool;
+  const auto keeper = pool.keep_idle();
   at::Tensor small = pool.take(1000, c10::kCPU);
   const c10::weak_intrusive_ptr<c10::TensorImpl> watched(small.getIntrusivePtr());
   pool.give_back(std::move(small));
   EXPECT_FALSE(watched.expired());
   pool.take(5000, c10::kCPU);
   EXPECT_TRUE(watched.expired());
+}
+
+TEST(BufferPool, KeepsNothingWhenNobodyIsLeft) {
+  BufferPool pool;
+  auto first = pool.keep_idle(), second = pool.keep_idle();
+  at::Tensor buffer = pool.take(1000, c10::kCPU);
+  const c10::weak_intrusive_ptr<c10::TensorImpl> watched(buffer.getIntrusivePtr());
+  pool.give_back(std::move(buffer));
+  first.reset();
+  EXPECT_FALSE(watched.expired());
+  second.reset();
+  EXPECT_TRUE(watched.expired());
+  pool.give_back(pool.take(1000, c10::kCPU)); // as plain memory then
 }
 
 TEST(Division, OnlyFp16DividesBeforeTheSum) {

@@ -3,6 +3,8 @@
 #include <chrono>
 #include <thread>
 
+#include <sys/resource.h>
+
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gtest/gtest.h>
@@ -280,6 +282,35 @@ TEST(Init, ThreadRanksHaveTheirOwnWorld) {
     EXPECT_EQ(sum_over_ranks(static_cast<float>(rank())), 3);
   });
   EXPECT_FALSE(is_initialized());
+}
+
+/// What shared memory is tried with does not fit on rank 1.
+void without_room(const std::function<void()>& body) {
+  rlimit before{};
+  getrlimit(RLIMIT_FSIZE, &before);
+  const rlimit small{.rlim_cur = process_rank() == 1 ? 4095 : before.rlim_cur, .rlim_max = before.rlim_max};
+  setrlimit(RLIMIT_FSIZE, &small);
+  body();
+  setrlimit(RLIMIT_FSIZE, &before);
+}
+
+TEST(Init, RanksThatCannotShareMemoryTalkOverGloo) {
+  on_processes(3, [] {
+    without_room([] {
+      if (gloo_available()) {
+        init({.device = "cpu"});
+        expect_world_of(3, "gloo");
+        shutdown();
+      }
+    });
+  });
+  on_processes(3, [] {
+    without_room([] {
+      const auto said = error_message([] { init({.backend = "shm", .device = "cpu"}); });
+      EXPECT_TRUE(contains(said, "on one host's CPU"));
+      EXPECT_TRUE(contains(said, "'gloo'"));
+    });
+  });
 }
 
 } // namespace

@@ -8,7 +8,7 @@
 namespace fsdp::testing {
 namespace {
 
-enum class Reshard { kTrue, kFalse, kTwo };
+enum class Reshard { kTrue, kFalse, kFewer };
 
 struct Combination {
   Reshard reshard;
@@ -22,7 +22,7 @@ struct Combination {
 
 std::string name_of(const Combination& c) {
   std::ostringstream name;
-  name << "Reshard" << std::array{"True", "False", "Two"}[static_cast<int>(c.reshard)] << (c.bf16 ? "_Bf16" : "_Fp32")
+  name << "Reshard" << std::array{"True", "False", "Fewer"}[static_cast<int>(c.reshard)] << (c.bf16 ? "_Bf16" : "_Fp32")
        << (c.offload ? "_Offload" : "") << (c.hybrid ? "_Hybrid" : "")
        << std::array{"", "_NoSync", "_NoAllReduce"}[static_cast<int>(c.accumulate)]
        << (c.checkpointed ? "_Checkpointed" : "") << (c.frozen ? "_Frozen" : "");
@@ -31,7 +31,7 @@ std::string name_of(const Combination& c) {
 
 std::vector<Combination> all_combinations() {
   std::vector<Combination> all;
-  for (auto reshard : {Reshard::kTrue, Reshard::kFalse, Reshard::kTwo}) {
+  for (auto reshard : {Reshard::kTrue, Reshard::kFalse, Reshard::kFewer}) {
     for (int bits = 0; bits < 32; ++bits) {
       for (auto accumulate : {Accumulate::kNone, Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
         all.push_back(
@@ -62,8 +62,8 @@ Subject make_subject(const Combination& combination) {
 
 FullyShardOptions options_of(const Combination& combination) {
   FullyShardOptions options;
-  if (combination.reshard == Reshard::kTwo) {
-    options.reshard_after_forward = 2;
+  if (combination.reshard == Reshard::kFewer) {
+    options.reshard_after_forward = combination.hybrid ? 1 : 2; // of two, or of four
   } else {
     options.reshard_after_forward = combination.reshard == Reshard::kTrue;
   }

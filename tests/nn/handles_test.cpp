@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <functional>
+#include <map>
+#include <numeric>
 #include <thread>
 
 #include <torch/script.h>
@@ -379,6 +381,31 @@ TEST_P(Handles, CloneIsAShardedCopyWithItsOwnShards) {
   });
 }
 
+TEST_P(Handles, ACloneTrainsAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model);
+    const auto copy = fsdp::clone(model);
+    const auto train = [](CopyableImpl& module) {
+      torch::optim::AdamW optimizer(parameters(module), torch::optim::AdamWOptions(1e-2));
+      std::vector<float> losses;
+      for (int step = 0; step < 10; ++step) {
+        optimizer.zero_grad();
+        const auto loss = module.forward(subjects::data(rank(), step, {2, 5})).pow(2).mean();
+        loss.backward();
+        losses.push_back(loss.item<float>());
+        optimizer.step();
+      }
+      return losses;
+    };
+    EXPECT_EQ(train(*copy), train(*model));
+    for (const char* name : {"first.weight", "second.bias"}) {
+      EXPECT_TRUE(torch::equal(whole_of(*copy, name), whole_of(*model, name))) << name;
+    }
+  });
+}
+
 TEST_P(Handles, CloneLeavesAloneWhatTheOriginalLeftAlone) {
   on_threads(GetParam(), [] {
     auto model = std::make_shared<CopyableImpl>();
@@ -441,25 +468,50 @@ TEST_P(Handles, TorchScriptModulesTrain) {
     module.define("def forward(self, x):\n  return torch.tanh(torch.matmul(x, self.weight.t()) + self.bias)\n");
     module.save(file.string());
   }
-  auto train = [&](bool sharded_run) {
+  struct Trained {
+    std::map<int, std::vector<float>> losses; // by rank
+    std::vector<at::Tensor> wholes;
+  };
+  auto train = [&](const std::vector<int>& ranks, bool sharded_run) {
     auto module = torch::jit::load(file.string());
     if (sharded_run) {
       fully_shard(module);
+      EXPECT_EQ(named_parameters(module)[0].first, "weight");
     }
-    std::vector<at::Tensor> shards = parameters(module);
+    const auto shards = parameters(module);
     torch::optim::AdamW optimizer(shards, torch::optim::AdamWOptions(1e-2));
-    std::vector<float> losses;
-    for (int step = 0; step < 4; ++step) {
-      optimizer.zero_grad();
-      auto loss = module.forward({torch::ones({2, 5})}).toTensor().pow(2).mean();
-      loss.backward();
+    Trained trained;
+    for (int step = 0; step < 10; ++step) {
+      std::vector<at::Tensor> sums(shards.size());
+      for (const int rank : ranks) {
+        optimizer.zero_grad();
+        const auto loss = module.forward({subjects::data(rank, step, {2, 5})}).toTensor().pow(2).mean();
+        loss.backward();
+        trained.losses[rank].push_back(loss.item<float>());
+        for (size_t i = 0; i < shards.size(); ++i) {
+          sums[i] = plus(sums[i], shards[i].grad());
+        }
+      }
+      for (size_t i = 0; i < shards.size() && !sharded_run; ++i) {
+        shards[i].mutable_grad() = sums[i] / static_cast<int64_t>(ranks.size());
+      }
       optimizer.step();
-      losses.push_back(loss.item<float>());
     }
-    return losses;
+    for (const auto& shard : shards) {
+      trained.wholes.push_back(sharded_run ? sharded(shard).full_tensor() : shard.detach());
+    }
+    return trained;
   };
-  const auto wanted = train(false);
-  on_threads(GetParam(), [&] { EXPECT_EQ(train(true), wanted); });
+  std::vector<int> all(GetParam());
+  std::iota(all.begin(), all.end(), 0);
+  const auto wanted = train(all, false);
+  on_threads(GetParam(), [&] {
+    const auto got = train({rank()}, true);
+    EXPECT_EQ(got.losses.at(rank()), wanted.losses.at(rank()));
+    for (size_t i = 0; i < got.wholes.size(); ++i) {
+      EXPECT_TRUE(torch::equal(got.wholes[i], wanted.wholes[i])) << i;
+    }
+  });
   std::filesystem::remove(file);
 }
 

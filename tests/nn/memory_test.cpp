@@ -118,5 +118,16 @@ TEST(MemoryOfGradients, ThatASlowRankHasNotReadIsBounded) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, MemoryBound, ::testing::Values(1, 2, 3, 4));
 
+TEST(OneRank, GradientsAreThoseOfAutograd) {
+  on_threads(1, [] {
+    nn::Linear model(nn::LinearOptions(4, 4).bias(false));
+    fully_shard(*model);
+    const void* came = nullptr;
+    model->weight.register_hook([&](const at::Tensor& gradient) { came = gradient.const_data_ptr(); });
+    (model->weight * torch::full({4, 4}, 2.0)).sum().backward();
+    EXPECT_EQ(model->parameters()[0].grad().const_data_ptr(), came);
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -271,6 +271,7 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   }
   expect_losses(losses, reference, trial);
   expect_gradients(*subject.module, gradients, reference);
+  EXPECT_EQ(named_parameters(*subject.module).size(), reference.parameters.size());
   for (const auto& [name, shard] : named_parameters(*subject.module)) {
     ASSERT_TRUE(is_sharded(shard)) << name;
     const auto whole = sharded(shard);

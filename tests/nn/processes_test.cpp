@@ -34,11 +34,11 @@ void train_on_processes(const char* backend, const Trial& trial, int ranks) {
 }
 
 TEST_P(Processes, SharedMemoryGivesTheBitsOfUnshardedTraining) {
-  train_on_processes("shm", {.make = [] { return subjects::tied(); }, .steps = 5}, GetParam());
+  train_on_processes("shm", {.make = [] { return subjects::tied(); }}, GetParam());
 }
 
 TEST_P(Processes, GlooGivesThemToo) {
-  train_on_processes("gloo", {.make = [] { return subjects::tied(); }, .steps = 5}, GetParam());
+  train_on_processes("gloo", {.make = [] { return subjects::tied(); }}, GetParam());
 }
 
 TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
@@ -47,6 +47,20 @@ TEST_P(Processes, GlooWithPrecisionOffloadAndResharding) {
       .mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat},
       .offload_policy = CPUOffloadPolicy{}};
   train_on_processes("gloo", {.make = [] { return subjects::tied(); }, .options = options, .steps = 3}, GetParam());
+}
+
+// Big enough for the arena, where the others read them in place.
+TEST_P(Processes, GradientsThatAreNotCopiedGiveThemToo) {
+  const MakeSubject wide = [] {
+    nn::Sequential model(nn::Linear(7, 257), nn::GELU(), nn::Linear(257, 259), nn::Tanh(), nn::Linear(259, 3));
+    return subjects::subject_of(
+        model.ptr(),
+        [model](int rank, int step) mutable {
+          return model->forward(subjects::data(rank, step, {4, 7})).pow(2).mean();
+        },
+        {model[0], model[2]});
+  };
+  train_on_processes("shm", {.make = wide}, GetParam());
 }
 
 // What the neighbours keep between forward and backward is the former value once the shards were written.
@@ -86,6 +100,7 @@ struct Loss {
   const char* backend;
   Moment moment;
   int signal;
+  int rank = 1;
 };
 
 /// Sends the signal to the rank that is to be lost, when its moment has come.
@@ -94,13 +109,13 @@ class Victim {
   explicit Victim(const Loss& loss) : loss_(loss) {}
 
   void at(Moment moment) const {
-    if (process_rank() == 1 && moment == loss_.moment) {
+    if (process_rank() == loss_.rank && moment == loss_.moment) {
       kill(getpid(), loss_.signal);
     }
   }
   /// Comes, and is lost before it has said what the others wait for next.
   void at_rendezvous() const {
-    if (process_rank() == 1 && loss_.moment == Moment::kRendezvous) {
+    if (process_rank() == loss_.rank && loss_.moment == Moment::kRendezvous) {
       const Rendezvous arrived(read_launch(), std::chrono::seconds(60));
       at(Moment::kRendezvous);
     }
@@ -215,17 +230,17 @@ TEST_P(LostRank, EndsTheOthersWithAnError) {
     } catch (const Error& error) {
       message = error.what();
     }
+    shutdown();
     const auto seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
     EXPECT_LT(seconds, 10);
-    EXPECT_NE(message.find("rank 1"), std::string::npos) << message;
+    EXPECT_NE(message.find("rank " + std::to_string(loss.rank)), std::string::npos) << message;
     expect_place(message, expected_place(loss));
-    shutdown();
     // What a backward that broke off had queued, LibTorch keeps until the next one on the thread.
     torch::ones({1}, torch::requires_grad()).sum().backward();
     expect_nothing_mapped();
   };
   ProcessOptions process_options;
-  process_options.lost = {1};
+  process_options.lost = {loss.rank};
   on_processes(3, body, process_options);
   EXPECT_EQ(shared_files(), files);
 }
@@ -245,10 +260,20 @@ const std::vector<Moment> kMoments = {
 
 std::string name_of_loss(const ::testing::TestParamInfo<Loss>& info) {
   static const char* names[] = {"Rendezvous", "Sharding", "Forward", "Backward", "Reduce", "Optimizer"};
-  return std::string(info.param.backend) + names[static_cast<int>(info.param.moment)];
+  const std::string rank = info.param.rank == 1 ? "" : "_Rank" + std::to_string(info.param.rank);
+  return std::string(info.param.backend) + names[static_cast<int>(info.param.moment)] + rank;
 }
 
 INSTANTIATE_TEST_SUITE_P(Killed, LostRank, ::testing::ValuesIn(losses(SIGKILL, kMoments)), name_of_loss);
+INSTANTIATE_TEST_SUITE_P( // which serves the others' rendezvous
+    KilledFirst,
+    LostRank,
+    ::testing::Values(
+        Loss{"shm", Moment::kForward, SIGKILL, 0},
+        Loss{"shm", Moment::kReduce, SIGKILL, 0},
+        Loss{"gloo", Moment::kForward, SIGKILL, 0},
+        Loss{"gloo", Moment::kReduce, SIGKILL, 0}),
+    name_of_loss);
 INSTANTIATE_TEST_SUITE_P(
     Stopped, LostRank, ::testing::ValuesIn(losses(SIGSTOP, {Moment::kForward, Moment::kReduce})), name_of_loss);
 
@@ -290,11 +315,32 @@ TEST(MemoryOfProcesses, ParametersAreThereOnceAndAllGoesWithTheModel) {
         model->forward(input);
       }
       EXPECT_NEAR(memory_of_ranks("memfd:fsdp-home"), 64, 0.5) << "the parameters, though each rank has read all";
+      EXPECT_LT(memory_of_ranks() - start, 64 + 56) << "what the model was built in is gone, but for some idle memory";
       model->forward(input).sum().backward();
       EXPECT_GT(memory_of_ranks() - start, 64 + 60) << "with gradients";
     }
 #ifndef __SANITIZE_THREAD__ // which keeps memory of its own for what was freed
     EXPECT_LT(memory_of_ranks() - start, 8);
+#endif
+    shutdown();
+  });
+}
+
+TEST(MemoryOfProcesses, AllGoesWithTheModelOverGlooToo) {
+  on_processes(2, [] {
+    init({.backend = "gloo", .device = "cpu"});
+    const auto input = torch::ones({2, 2048});
+    sharded_layers(1, 64)->forward(torch::ones({2, 64})).sum().backward(); // what is allocated once
+    const double start = memory_of_ranks();
+    {
+      auto model = sharded_layers(4, 2048);
+      torch::optim::AdamW optimizer(model->parameters());
+      model->forward(input).sum().backward();
+      optimizer.step();
+      EXPECT_GT(memory_of_ranks() - start, 64 * 3) << "shards and the optimizer's state";
+    }
+#ifndef __SANITIZE_THREAD__
+    EXPECT_LT(memory_of_ranks() - start, 12);
 #endif
     shutdown();
   });

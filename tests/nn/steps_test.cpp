@@ -83,6 +83,15 @@ void break_off_and_go_on(const FullyShardOptions& options) {
     stack.root().reset_iter_state();
     EXPECT_EQ(stack.root().unit()->runtime().reducer().in_flight(), 0);
     expect_equal(stack.gradients_of_step(), wanted);
+    EXPECT_THROW(
+        {
+          stack.layer(1).forward(
+              stack.layer(0).forward(subjects::data(rank(), round, {3, 6}))); // the third is on its way
+          throw std::runtime_error("in the middle of forward");
+        },
+        std::runtime_error);
+    stack.root().reset_iter_state();
+    expect_equal(stack.gradients_of_step(), wanted);
   }
 }
 

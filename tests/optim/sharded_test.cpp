@@ -264,17 +264,39 @@ TEST_P(OnRanks, TheNormTakesOneAllReduce) {
 
 // Replicas hold equal gradients: they are not added up. Units of different meshes meet in one norm.
 TEST(ClipGradNormSharded, HybridAndSeveralMeshes) {
-  Net reference = make_net();
-  loss_of(reference, 0).backward();
-  const double norm = clip_grad_norm_(*reference, 0.1).item<double>();
-  on_threads(4, [norm] {
-    const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+  for (const double norm_type : {1.0, 2.0, 3.0, kInfinity}) {
+    Net reference = make_net();
+    loss_of(reference, 0).backward();
+    const double norm = clip_grad_norm_(*reference, 0.1, {.norm_type = norm_type}).item<double>();
+    on_threads(4, [&] {
+      const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+      Net net = make_net();
+      fully_shard(*net->first, {.mesh = mesh});
+      fully_shard(*net->second, {.mesh = mesh["shard"]});
+      fully_shard(*net);
+      loss_of(net, 0).backward();
+      EXPECT_NEAR(clip_grad_norm_(*net, 0.1, {.norm_type = norm_type}).item<double>(), norm, 1e-5 * norm) << norm_type;
+      const auto clipped = sharded(net->named_parameters()["second.weight"]).full_grad();
+      EXPECT_TRUE(torch::allclose(clipped, reference->second->weight.grad(), 1e-4, 1e-7)) << norm_type;
+    });
+  }
+}
+
+TEST_P(OnRanks, ShardsOfSeveralDtypesTakeOneAllReduceToo) {
+  on_threads(GetParam(), [] {
+    const auto group = std::make_shared<testing::CountingGroup>(world());
     Net net = make_net();
-    fully_shard(*net->first, {.mesh = mesh});
-    fully_shard(*net->second, {.mesh = mesh["shard"]});
-    fully_shard(*net);
-    loss_of(net, 0).backward();
-    EXPECT_NEAR(clip_grad_norm_(*net, 0.1).item<double>(), norm, 1e-5 * norm);
+    net->first->to(torch::kBFloat16);
+    net->second->to(torch::kDouble);
+    shard(net, {.mesh = Mesh::from_group(group, "shard")});
+    double elements = 0;
+    for (Tensor& param : net->parameters()) {
+      param.mutable_grad() = torch::full(param.sizes(), 3.0, torch::TensorOptions().dtype(param.scalar_type()));
+      elements += static_cast<double>(sharded(param).numel());
+    }
+    group->all_reduces = 0;
+    EXPECT_NEAR(clip_grad_norm_(*net, 1.0).item<double>(), 3 * std::sqrt(elements), 1e-4);
+    EXPECT_EQ(group->all_reduces, world_size() == 1 ? 0 : 1);
   });
 }
 

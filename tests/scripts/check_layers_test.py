@@ -55,6 +55,19 @@ class CheckLayers(unittest.TestCase):
         self.write("include/fsdp/mesh.h", '#include "base/env.h"')
         self.assert_one_problem("include/fsdp/mesh.h:1", "public headers include public headers only")
 
+    def test_a_public_header_belongs_to_the_layer_of_its_source(self):
+        self.write("include/fsdp/mesh.h", "")
+        self.write("src/nn/mesh.cpp", "#include <fsdp/mesh.h>")
+        self.assert_one_problem("src/nn/mesh.cpp", "belongs to comm")
+
+    def test_the_engine_knows_no_front_end(self):
+        self.write("src/engine/unit.cpp", "#include <torch/library.h>\n#include <torch/nn/module.h>")
+        self.assert_one_problem("src/engine/unit.cpp:2", "torch/nn/module.h")
+
+    def test_tools_are_users_of_the_library(self):
+        self.write("tools/report/main.cpp", '#include "engine/unit.h"')
+        self.assert_one_problem("tools/report/main.cpp:1", "<fsdp/...> only")
+
     def test_every_public_header_and_folder_needs_a_row(self):
         self.write("include/fsdp/unheard_of.h", "")
         self.write("src/unheard_of/a.cpp", "")

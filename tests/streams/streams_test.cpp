@@ -147,7 +147,7 @@ TEST(OnStreams, APlacementOnAnotherDeviceIsAnError) {
     torch::nn::Linear model(4, 4);
     const auto said = error_message([&] { fully_shard(*model, {.mesh = mesh, .shard_placement_fn = placement}); });
     EXPECT_TRUE(contains(said, "[fully_shard] 'weight' is to lie on " + elsewhere.str()));
-    EXPECT_TRUE(contains(said, "on one kind of device"));
+    EXPECT_TRUE(contains(said, "for one kind of device"));
   });
 }
 
@@ -246,9 +246,10 @@ TEST(OnStreams, Offload) {
   for (const bool pinned : {true, false}) {
     Trial trial = tied();
     trial.options.offload_policy = CPUOffloadPolicy{.pin_memory = pinned};
-    trial.before_step = [](Subject& subject, FSDPModule&, int step) {
+    trial.before_step = [pinned](Subject& subject, FSDPModule&, int step) {
       for (const auto& shard : subject.module->parameters()) {
         ASSERT_TRUE(shard.is_cpu());
+        EXPECT_EQ(shard.is_pinned(), pinned);
         if (step > 0) {
           queued_device::detector().written_by_host(shard.data_ptr(), rank(), "optimizer");
         }
@@ -256,6 +257,67 @@ TEST(OnStreams, Offload) {
     };
     expect_parity_without_races(trial);
   }
+}
+
+TEST(OnStreams, OffloadWithTheOtherOptions) {
+  for (const auto& reshard : {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(1)}) {
+    for (const auto accumulate : {Accumulate::kNone, Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
+      for (int bits = 0; bits < 16; ++bits) {
+        const bool checkpointed = (bits & 1) != 0, bf16 = (bits & 2) != 0, hybrid = (bits & 4) != 0;
+        const bool frozen = (bits & 8) != 0;
+        SCOPED_TRACE(
+            ::testing::Message() << reshard.ranks().value_or(0) << " " << static_cast<int>(accumulate) << " " << bits);
+        const auto make = [=] {
+          auto subject = subjects::tied(checkpointed);
+          for (auto& parameter : subject.parts[1]->parameters()) {
+            parameter.set_requires_grad(!frozen);
+          }
+          return subject;
+        };
+        Trial trial{.make = make, .accumulate = accumulate, .steps = 2};
+        trial.options = {.reshard_after_forward = reshard, .offload_policy = CPUOffloadPolicy{}};
+        if (bf16) {
+          trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+        }
+        expect_parity_without_races(trial, hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{2});
+      }
+    }
+  }
+}
+
+TEST(OnStreams, StepsOfOtherKinds) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [](const Mesh& mesh) {
+    Subject subject = make_seeded(tied());
+    barrier();
+    for (auto& part : subject.parts) {
+      fully_shard(*part, {.mesh = mesh});
+    }
+    auto root = fully_shard(*subject.module, {.mesh = mesh});
+    torch::optim::SGD optimizer(parameters(*subject.module), 0.1);
+    const auto block = [&](int i, const at::Tensor& x) { return subject.parts[i]->as<subjects::Block>()->forward(x); };
+    const auto x = torch::ones({2, 6}, torch::TensorOptions().device(mesh.device()));
+    for (int step = 0; step < 4; ++step) {
+      as_fsdp(*subject.parts[2]).unshard(/*async_op=*/true); // nobody waits for it
+      (subject.loss(rank(), step) + subject.loss(rank(), step + 1) + block(step % 2, x).sum()).backward();
+      as_fsdp(*subject.parts[2]).reshard();
+      optimizer.step();
+      optimizer.zero_grad();
+      const auto hidden = block(0, x);
+      hidden.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("broken off"); });
+      EXPECT_ANY_THROW(block(1, hidden).sum().backward());
+      root.reset_iter_state();
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+TEST(OnStreams, ACallMovesItsInputs) {
+  on_devices({2}, [](const Mesh& mesh) {
+    torch::nn::Linear model(4, 3);
+    fully_shard(*model, {.mesh = mesh});
+    EXPECT_EQ(call(model, torch::ones({2, 4})).device(), mesh.device());
+  });
 }
 
 void bring_own_collectives(FSDPModule unit) {

@@ -14,7 +14,8 @@ extern const char* const kPage; // page.html, made a string by the build
 
 namespace {
 
-constexpr const char* kHelp = R"(Turns traces into one HTML page: a timeline of all ranks, their memory beside the predicted bound, and the units that
+constexpr const char* kHelp =
+    R"(Turns traces into one HTML page: a timeline of all ranks, their memory beside the predicted bound, and the units that
 were waited for longest.
 
     FSDP_TRACE=trace.json scripts/launch -n 2 build/bin/train_gpt --steps 20

@@ -16,17 +16,25 @@ bool fits(const at::Tensor& buffer, int64_t bytes) {
 
 } // namespace
 
+std::shared_ptr<BufferPool::Idle> BufferPool::keep_idle() {
+  auto idle = idle_.lock();
+  if (!idle) {
+    idle_ = idle = std::make_shared<Idle>();
+  }
+  return idle;
+}
+
 at::Tensor BufferPool::take(int64_t bytes, c10::Device device) {
-  if (device.is_cpu()) {
-    const auto found = std::find_if(idle_.begin(), idle_.end(), [&](const auto& b) { return fits(b, bytes); });
-    if (found != idle_.end()) {
+  if (const auto idle = idle_.lock(); idle && device.is_cpu()) {
+    const auto found = std::find_if(idle->begin(), idle->end(), [&](const auto& b) { return fits(b, bytes); });
+    if (found != idle->end()) {
       at::Tensor buffer = std::move(*found);
-      idle_.erase(found);
+      idle->erase(found);
       return buffer;
     }
     // Idle memory makes way, so that the pool never raises the peak.
-    for (int64_t freed = 0; freed < bytes && !idle_.empty(); idle_.pop_front()) {
-      freed += idle_.front().numel();
+    for (int64_t freed = 0; freed < bytes && !idle->empty(); idle->pop_front()) {
+      freed += idle->front().numel();
     }
   }
   const auto options = at::TensorOptions().dtype(at::kByte).device(device);
@@ -34,18 +42,21 @@ at::Tensor BufferPool::take(int64_t bytes, c10::Device device) {
 }
 
 void BufferPool::give_back(at::Tensor buffer) {
-  if (!buffer.defined() || !buffer.device().is_cpu()) {
+  const auto idle = idle_.lock();
+  if (!idle || !buffer.defined() || !buffer.device().is_cpu()) {
     return;
   }
-  idle_.push_back(std::move(buffer));
-  if (idle_.size() > kIdleBuffers) {
-    idle_.pop_front();
+  idle->push_back(std::move(buffer));
+  if (idle->size() > kIdleBuffers) {
+    idle->pop_front();
   }
 }
 
 void BufferPool::set_allocator(Allocate allocate) {
   allocate_ = std::move(allocate);
-  clear();
+  if (const auto idle = idle_.lock()) {
+    idle->clear();
+  }
 }
 
 } // namespace fsdp::adapter

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <memory>
 
 #include <ATen/core/Tensor.h>
 
@@ -12,18 +13,18 @@ namespace fsdp::adapter {
 /// buffers are the caching allocator's business and pass through. Not thread safe.
 class BufferPool {
  public:
+  using Idle = std::deque<at::Tensor>; // oldest first
+  /// Buffers are kept as long as somebody holds this.
+  std::shared_ptr<Idle> keep_idle();
   at::Tensor take(int64_t bytes, c10::Device device);
   /// For a buffer that nobody reads or writes any more.
   void give_back(at::Tensor buffer);
-  void clear() {
-    idle_.clear();
-  }
   /// Where new buffers come from, instead of LibTorch's allocator; null: from there.
   using Allocate = std::function<at::Tensor(int64_t bytes, const at::TensorOptions&)>;
   void set_allocator(Allocate allocate);
 
  private:
-  std::deque<at::Tensor> idle_; // oldest first
+  std::weak_ptr<Idle> idle_;
   Allocate allocate_;
 };
 

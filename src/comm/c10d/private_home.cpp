@@ -210,6 +210,7 @@ class PrivateGathered final : public Gathered {
 PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
     : channel_(std::move(channel)),
       plan_(std::make_shared<Plan>(std::move(pieces), channel_->size(), options.device)),
+      idle_buffers_(channel_->pool().keep_idle()),
       memory_(slice_memory(plan_->stored.bytes(), options)) {}
 
 void* PrivateHome::slice(size_t index) const {

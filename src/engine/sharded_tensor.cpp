@@ -1,29 +1,24 @@
 #include <fsdp/sharded_tensor.h>
 
-#include <unordered_set>
-
 #include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
-#include <ATen/ops/zeros_like.h>
-#include <torch/csrc/jit/api/module.h>
-#include <torch/nn/module.h>
 
 #include "base/check.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/tenant.h"
 #include "engine/unit.h"
-#include "nn/slots.h"
 
 namespace fsdp {
 
 namespace {
 
 const engine::Param& param_behind(const at::Tensor& shard) {
-  const engine::Param* param = nn::param_of(shard);
+  const engine::Param* param = engine::param_of(shard);
   FSDP_CHECK(
-      param != nullptr && !nn::is_handle(shard),
+      param != nullptr && !engine::is_handle(shard),
       "[sharded] a parameter's shard is needed, as model->parameters() gives it after fully_shard; this is ",
       param != nullptr ? "the handle of '" + param->name() + "'" : std::string("another tensor"));
   return *param;
@@ -55,27 +50,6 @@ at::Tensor put_together(const engine::Param& param, const at::Tensor& local, con
   return whole.to(local.device());
 }
 
-std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot>& slots) {
-  std::vector<std::pair<std::string, at::Tensor>> shards;
-  std::unordered_set<const c10::TensorImpl*> seen;
-  for (const auto& slot : slots) {
-    const engine::Param* param = nn::param_of(slot.tensor);
-    const at::Tensor tensor = param != nullptr ? param->shard() : slot.tensor;
-    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
-      shards.emplace_back(slot.path, tensor);
-    }
-  }
-  return shards;
-}
-
-std::vector<at::Tensor> without_names(const std::vector<std::pair<std::string, at::Tensor>>& named) {
-  std::vector<at::Tensor> tensors;
-  for (const auto& [name, tensor] : named) {
-    tensors.push_back(tensor);
-  }
-  return tensors;
-}
-
 } // namespace
 
 int64_t ShardedTensor::numel() const {
@@ -99,7 +73,7 @@ at::Tensor ShardedTensor::grad() const {
 }
 
 bool is_sharded(const at::Tensor& tensor) {
-  return nn::param_of(tensor) != nullptr && !nn::is_handle(tensor);
+  return engine::param_of(tensor) != nullptr && !engine::is_handle(tensor);
 }
 
 ShardedTensor sharded(const at::Tensor& shard) {
@@ -108,22 +82,6 @@ ShardedTensor sharded(const at::Tensor& shard) {
   std::vector<Placement> placements(mesh.ndim());
   placements.back().shard_dim = param.layout().dim();
   return {param.shard(), param.name(), param.layout().sizes(), param.layout().strides(), mesh, placements};
-}
-
-std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module) {
-  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module)));
-}
-
-std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module) {
-  return shards_of(nn::slots_of(module));
-}
-
-std::vector<at::Tensor> parameters(const torch::nn::Module& module) {
-  return without_names(named_parameters(module));
-}
-
-std::vector<at::Tensor> parameters(const torch::jit::Module& module) {
-  return without_names(named_parameters(module));
 }
 
 } // namespace fsdp

@@ -1,0 +1,55 @@
+#include <unordered_set>
+
+#include <torch/csrc/jit/api/module.h>
+#include <torch/nn/module.h>
+
+#include <fsdp/sharded_tensor.h>
+
+#include "engine/param.h"
+#include "engine/tenant.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot>& slots) {
+  std::vector<std::pair<std::string, at::Tensor>> shards;
+  std::unordered_set<const c10::TensorImpl*> seen;
+  for (const auto& slot : slots) {
+    const engine::Param* param = engine::param_of(slot.tensor);
+    const at::Tensor tensor = param != nullptr ? param->shard() : slot.tensor;
+    if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
+      shards.emplace_back(slot.path, tensor);
+    }
+  }
+  return shards;
+}
+
+std::vector<at::Tensor> without_names(const std::vector<std::pair<std::string, at::Tensor>>& named) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, tensor] : named) {
+    tensors.push_back(tensor);
+  }
+  return tensors;
+}
+
+} // namespace
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module) {
+  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module)));
+}
+
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module) {
+  return shards_of(nn::slots_of(module));
+}
+
+std::vector<at::Tensor> parameters(const torch::nn::Module& module) {
+  return without_names(named_parameters(module));
+}
+
+std::vector<at::Tensor> parameters(const torch::jit::Module& module) {
+  return without_names(named_parameters(module));
+}
+
+} // namespace fsdp
