@@ -31,15 +31,16 @@ class SmallExamples(unittest.TestCase):
             self.assertEqual(len(re.findall(r"rank \d keeps .* of 0.weight \[256, 64\]", output)), ranks)
 
     def test_torchrun_and_mpirun_start_ranks_too(self):
-        for launcher in (self.torchrun(), self.mpirun()):
-            if launcher is None:
-                continue
-            result = subprocess.run(
-                [*launcher, support.BIN / "01_fully_shard"],
-                env=support.environment(), capture_output=True, text=True, timeout=120,
-            )
-            self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-            self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2, launcher)
+        for name, launcher in (("torchrun", self.torchrun()), ("mpirun", self.mpirun())):
+            with self.subTest(name):
+                if launcher is None:
+                    self.skipTest(f"there is no {name} here")
+                result = subprocess.run(
+                    [*launcher, support.BIN / "01_fully_shard"],
+                    env=support.environment(), capture_output=True, text=True, timeout=120,
+                )
+                self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+                self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2)
 
     def torchrun(self):
         python = os.environ.get("FSDP_TORCH_PYTHON")

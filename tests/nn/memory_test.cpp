@@ -88,6 +88,27 @@ TEST(MemoryOverGloo, StaysWithinThePrediction) {
   });
 }
 
+// Between forward and backward the ranks that a unit was given to keep it in equal shares, and nobody keeps the whole.
+TEST(MemoryOverGloo, OfAUnitReshardedAmongSomeRanksEachKeepsAShare) {
+  on_processes(4, [] {
+    init({.backend = "gloo", .device = "cpu"});
+    for (const int among : {1, 2, 4}) {
+      const Stack stack({.reshard_after_forward = among}, /*width=*/16);
+      const auto loss = stack.module->forward(torch::ones({2, 16}).requires_grad_());
+      for (const int layer : {0, 1}) { // the last two stay for backward, which comes to them first
+        const auto unit = as_fsdp(*stack.module->layers[layer]).unit();
+        const int64_t whole = unit->predicted_whole_bytes();
+        EXPECT_EQ(unit->whole_bytes(), among == 4 ? 0 : whole / among) << layer << " among " << among;
+      }
+      loss.backward();
+      for (auto& layer : stack.module->layers) {
+        EXPECT_EQ(as_fsdp(*layer).unit()->whole_bytes(), 0);
+      }
+    }
+    shutdown();
+  });
+}
+
 // Rank 1 is slow to read the others' gradients, which have to live until then.
 TEST(MemoryOfGradients, ThatASlowRankHasNotReadIsBounded) {
   on_threads(2, [] {

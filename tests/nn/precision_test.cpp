@@ -121,6 +121,71 @@ TEST_P(Boundaries, InputsAreNotCastWhereThatIsOff) {
   });
 }
 
+// Operators that refuse mixed dtypes get their inputs in the parameters'; others promote, as they do unsharded.
+TEST_P(Boundaries, WithoutOneOperatorsCastWhatTheyWouldRefuse) {
+  const auto images = torch::ones({2, 4, 4, 4}), rows = torch::ones({2, 4}), sequence = torch::ones({3, 2, 4});
+  const at::Tensor nothing;
+  struct Row {
+    const char* name;
+    std::vector<int64_t> sizes; // of the parameter
+    std::function<at::Tensor(const at::Tensor& parameter)> run;
+    c10::ScalarType dtype;
+  };
+  const std::vector<int64_t> kernel{2, 4, 1, 1}, square{4, 4}, vector{4}, batch{2, 4, 4};
+  const std::vector<Row> table{
+      {"linear", square, [&](const at::Tensor& w) { return at::linear(rows, w); }, torch::kBFloat16},
+      {"matmul", square, [&](const at::Tensor& w) { return at::matmul(rows, w); }, torch::kBFloat16},
+      {"vdot", vector, [&](const at::Tensor& w) { return at::vdot(rows[0], w); }, torch::kBFloat16},
+      {"linalg_multi_dot",
+       square,
+       [&](const at::Tensor& w) {
+         return at::linalg_multi_dot({rows, w, w});
+       },
+       torch::kBFloat16},
+      {"_addmm_activation",
+       square,
+       [&](const at::Tensor& w) { return at::_addmm_activation(rows[0], rows, w); },
+       torch::kBFloat16},
+      {"scaled_dot_product_attention",
+       batch,
+       [&](const at::Tensor& w) {
+         return at::scaled_dot_product_attention(at::ones({2, 4, 4}), w, w);
+       },
+       torch::kBFloat16},
+      {"conv2d", kernel, [&](const at::Tensor& w) { return at::conv2d(images, w); }, torch::kBFloat16},
+      {"_convolution",
+       kernel,
+       [&](const at::Tensor& w) {
+         return at::_convolution(
+             images, w, nothing, {1, 1}, {0, 0}, {1, 1}, false, {0, 0}, 1, false, false, true, true);
+       },
+       torch::kBFloat16},
+      {"layer_norm", vector, [&](const at::Tensor& w) { return at::layer_norm(rows, {4}, w); }, torch::kBFloat16},
+      {"lstm_cell",
+       std::vector<int64_t>{16, 4},
+       [&](const at::Tensor& w) {
+         return std::get<0>(at::lstm_cell(rows, {rows, rows}, w, w));
+       },
+       torch::kBFloat16},
+      {"add", vector, [&](const at::Tensor& w) { return rows + w; }, torch::kFloat},
+      {"cat",
+       vector,
+       [&](const at::Tensor& w) {
+         return at::cat({rows[0], w});
+       },
+       torch::kFloat},
+  };
+  on_threads(GetParam(), [&] {
+    for (const Row& row : table) {
+      nn::ParameterList model;
+      model->append(torch::ones(row.sizes).requires_grad_());
+      fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+      const auto out = row.run(model[0]);
+      EXPECT_EQ(out.scalar_type(), row.dtype) << row.name;
+    }
+  });
+}
+
 using Pair = std::pair<at::Tensor, std::optional<at::Tensor>>;
 using Pieces = std::tuple<at::Tensor, std::vector<at::Tensor>, int>;
 

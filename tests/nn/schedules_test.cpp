@@ -184,6 +184,21 @@ TEST(Schedules, AloneThereIsTheSameOrder) {
   });
 }
 
+TEST(Schedules, AskedForPrefetchesComeBeforeTheUnitsOwnUse) {
+  on_threads(2, [] {
+    Stack stack;
+    auto& layers = stack.module->layers;
+    as_fsdp(*layers[0]).set_modules_to_forward_prefetch({as_fsdp(*layers[2]), as_fsdp(*layers[3])});
+    as_fsdp(*layers[3]).set_modules_to_backward_prefetch({as_fsdp(*layers[1])});
+    const auto x = torch::ones({2, 4}).requires_grad_();
+    const auto first = stack.step([&] { stack.module->forward(x).backward(); });
+    // In the first step, which knows no order of its own.
+    EXPECT_NE(first.find("+0 +2 +3 =0"), std::string::npos) << first;
+    const auto backward = first.substr(first.find("=3"));
+    EXPECT_LT(backward.find("+1"), backward.find("=2")) << first;
+  });
+}
+
 TEST(Schedules, AMistakenPrefetchEndsWithBackward) {
   on_threads(2, [] {
     Stack stack;
