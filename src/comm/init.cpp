@@ -118,9 +118,22 @@ void require_same_options(Rendezvous& rendezvous, const InitOptions& options, c1
       "; pass the same InitOptions everywhere");
 }
 
+void warn_if_on_one_host(const Exchange& exchange) {
+  const auto hosts = exchange(host_identity());
+  if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; })) {
+    log::warn(
+        "the ranks are on one host but cannot read each other's memory, so they talk over Gloo, which is several times "
+        "slower; start them in one pid namespace, as one user, without a limit on file sizes (ulimit -f)");
+  }
+}
+
 std::string choose_backend(const std::string& asked, c10::Device device, const Exchange& exchange) {
   if (asked.empty() && device.is_cpu()) {
-    return shm_available(exchange) ? "shm" : "gloo";
+    if (shm_available(exchange)) {
+      return "shm";
+    }
+    warn_if_on_one_host(exchange);
+    return "gloo";
   }
   if (asked.empty()) {
     FSDP_CHECK(

@@ -3,7 +3,6 @@
 #include <memory>
 #include <optional>
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
@@ -15,6 +14,7 @@
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
+#include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
 #include "engine/param.h"
 #include "engine/runtime.h"
@@ -196,24 +196,6 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
     }
   }
 }
-
-/// Autocast would keep a whole low-precision copy of every parameter.
-class NoAutocastCache {
- public:
-  explicit NoAutocastCache(bool autocast) : restore_(autocast && at::autocast::is_autocast_cache_enabled()) {
-    if (restore_) {
-      at::autocast::set_autocast_cache_enabled(false);
-    }
-  }
-  ~NoAutocastCache() {
-    if (restore_) {
-      at::autocast::set_autocast_cache_enabled(true);
-    }
-  }
-
- private:
-  bool restore_;
-};
 
 void touch(Call& call) {
   if (call.units.empty()) {

@@ -23,6 +23,7 @@
 
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
+#include "engine/no_autocast_cache.h"
 
 namespace fsdp {
 namespace {
@@ -162,22 +163,6 @@ class AutocastReplay {
   bool clears_;
 };
 
-// Weights cast without gradient recording must not be what later code finds in autocast's cache.
-class NoAutocastCache {
- public:
-  NoAutocastCache() : was_(at::autocast::is_autocast_cache_enabled()) {
-    at::autocast::set_autocast_cache_enabled(false);
-  }
-  NoAutocastCache(const NoAutocastCache&) = delete;
-  NoAutocastCache& operator=(const NoAutocastCache&) = delete;
-  ~NoAutocastCache() {
-    at::autocast::set_autocast_cache_enabled(was_);
-  }
-
- private:
-  bool was_;
-};
-
 // What it takes to run the function again.
 class Recipe {
  public:
@@ -214,7 +199,7 @@ class Recipe {
  private:
   Tensors run_without_graph(const Tensors& inputs) {
     at::NoGradGuard no_grad;
-    NoAutocastCache no_cache;
+    engine::NoAutocastCache no_cache;
     engine::CheckpointForward scope;
     return function_(inputs);
   }

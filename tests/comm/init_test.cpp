@@ -298,7 +298,9 @@ TEST(Init, RanksThatCannotShareMemoryTalkOverGloo) {
   on_processes(3, [] {
     without_room([] {
       if (gloo_available()) {
+        ::testing::internal::CaptureStderr();
         init({.device = "cpu"});
+        EXPECT_TRUE(contains(::testing::internal::GetCapturedStderr(), "on one host but cannot read each other's memory"));
         expect_world_of(3, "gloo");
         shutdown();
       }
