@@ -17,9 +17,12 @@ namespace {
 /// so that modules are freed by reference counting.
 class ModuleState {
  public:
-  /// `shown`: if it is not null, data that users put behind the parameter count as another parameter.
-  void watch(py::dict registered, py::object name, py::object parameter, std::shared_ptr<ShownShard> shown) {
-    entries_.push_back({std::move(registered), std::move(name), std::move(parameter), std::move(shown)});
+  /// `parameter` is registered, `handle` is what the engine reads; both are None where nothing is. Data that users put
+  /// behind the parameter count as another parameter.
+  void watch(
+      py::dict registered, py::object name, py::object parameter, py::object handle, std::shared_ptr<ShownShard> shown) {
+    entries_.push_back(
+        {std::move(registered), std::move(name), std::move(parameter), std::move(handle), std::move(shown)});
   }
   /// PyTorch takes what a module reads away before it refuses to register a tensor that is no leaf in its place.
   void watch_shadow(py::weakref module, py::object name, py::object shadow, py::object parameter) {
@@ -34,9 +37,12 @@ class ModuleState {
       return false;
     }
     for (const auto& entry : entries_) {
-      const bool replaced = entry.shown && entry.shown->replaced();
       PyObject* const present = PyDict_GetItem(entry.registered.ptr(), entry.name.ptr());
-      if (replaced || (present ? present : Py_None) != entry.parameter.ptr()) {
+      if ((present ? present : Py_None) != entry.parameter.ptr()) {
+        return false;
+      }
+      if (entry.shown &&
+          (entry.shown->replaced() || requires_grad(entry.handle) != requires_grad(entry.parameter))) {
         return false;
       }
     }
@@ -58,6 +64,7 @@ class ModuleState {
     py::dict registered;
     py::object name;
     py::object parameter;
+    py::object handle;
     std::shared_ptr<ShownShard> shown;
   };
   struct Shadow {

@@ -89,7 +89,12 @@ class ModuleState:
     converts: bool
     pending: bool
     def watch(
-        self, registered: dict[str, Any], name: str, parameter: nn.Parameter | None, shown: ShownShard | None
+        self,
+        registered: dict[str, Any],
+        name: str,
+        parameter: nn.Parameter | None,
+        handle: torch.Tensor | None,
+        shown: ShownShard | None,
     ) -> None: ...
     def watch_shadow(self, module: weakref.ref[nn.Module], name: str, shadow: torch.Tensor, parameter: nn.Parameter) -> None: ...
     def forget(self) -> None: ...

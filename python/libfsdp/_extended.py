@@ -176,7 +176,7 @@ class Extended(Sharded):
         super().enter(module, name)
 
     def _follow_handle(self) -> None:
-        pass  # the next gather makes a whole of whatever dtype
+        self._follow_requires_grad()  # the next gather makes a whole of whatever dtype
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if isinstance(current, DTensor):

@@ -213,11 +213,17 @@ class Sharded:
             self.enter(module, name)
 
     def _follow_handle(self) -> None:
-        """A DTensor around the handle is as the handle was when it was made."""
-        if self.around is not None and not self.parameter.is_meta:
-            self.handle.detach()  # an operator, before which the engine takes over new data; collective then
-            if (self.handle.dtype, self.handle.requires_grad) != (self.shadow.dtype, self.shadow.requires_grad):
-                self._show_handle()
+        """What the module's code asks of the handle before any operator, its dtype say, is the parameter's."""
+        self._follow_requires_grad()
+        if self.parameter.is_meta:
+            return
+        self.handle.detach()  # an operator, before which the engine takes over new data; collective then
+        # A DTensor around the handle is as the handle was when it was made.
+        if (self.handle.dtype, self.handle.requires_grad) != (self.shadow.dtype, self.shadow.requires_grad):
+            self._show_handle()
+
+    def _follow_requires_grad(self) -> None:
+        torch.Tensor.requires_grad_(self.handle, self.parameter.requires_grad)
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:

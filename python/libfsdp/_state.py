@@ -1,5 +1,6 @@
 """What ``fully_shard`` keeps of a module."""
 
+import copy
 import dataclasses
 import threading
 import weakref
@@ -23,20 +24,29 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, PackedSequence):
         return value._replace(data=function(value.data))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        mapped = {name: map_tensors(function, item) for name, item in fields.items()}
-        unchanged = all(mapped[name] is fields[name] for name in fields)
-        return value if unchanged else dataclasses.replace(value, **mapped)
+        return _map_fields(function, value)
     if isinstance(value, dict):
-        copy = value.copy()
+        mapped = value.copy()
         for key, item in value.items():
-            copy[key] = map_tensors(function, item)
-        return copy
+            mapped[key] = map_tensors(function, item)
+        return mapped
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (list, tuple, set)):
         return type(value)(map_tensors(function, item) for item in value)
     return value
+
+
+def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Of a dataclass. A copy, not a new one: ``__post_init__`` has run."""
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
+    mapped = {name: map_tensors(function, item) for name, item in fields.items()}
+    if all(mapped[name] is fields[name] for name in fields):
+        return value
+    twin = copy.copy(value)
+    for name, item in mapped.items():
+        object.__setattr__(twin, name, item)  # it may be frozen
+    return twin
 
 
 def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -93,10 +103,9 @@ class FSDPState(_C.ModuleState):
         self.places.append((weakref.ref(module), name))
         sharded = Registered.of(module).sharded[name]
         if module._parameters.get(name) is None:
-            self.watch(module._parameters, name, None, None)
+            self.watch(module._parameters, name, None, None, None)
             return
-        follows = sharded.shadow is not sharded.handle or sharded.is_extended
-        self.watch(module._parameters, name, sharded.parameter, sharded.shown if follows else None)
+        self.watch(module._parameters, name, sharded.parameter, sharded.handle, sharded.shown)
         if sharded.shadow is not sharded.handle:
             self.watch_shadow(weakref.ref(module), name, sharded.shadow, sharded.parameter)
 

@@ -87,6 +87,12 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
   }
   Unit& unit = param.unit();
   if (written) {
+    FSDP_CHECK(
+        call.name != "aten::embedding_renorm_" || unit.mesh().numel() == 1,
+        "[embedding] max_norm renormalizes the rows of '",
+        param.name(),
+        "' that are asked for, and each rank asks for others: leave max_norm out, and renormalize the shards, which ",
+        "parameters() gives, after the optimizer's step");
     WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     call.hold(unit);
@@ -132,7 +138,8 @@ void forget_writes(Unit& unit) {
       "[",
       call.name,
       "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
-      "Build the optimizer from the model's parameters() after fully_shard, and read gradients there");
+      "Build the optimizer from the model's parameters() after fully_shard, and read gradients there; where such a "
+      "weight is tied to a module that is not sharded, call fully_shard on a module above both");
 }
 
 void see(const at::Tensor& tensor, bool written, Call& call) {
@@ -182,9 +189,10 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
     if (argument.isTensor()) {
       const auto& name = schema.arguments()[i].name();
       const auto* alias = schema.arguments()[i].alias_info();
-      // What is written must stay the user's: `out`, and the statistics, which have full precision.
-      const bool written = (alias != nullptr && alias->isWrite()) || name == "running_mean" || name == "running_var";
-      if (!written && needs_cast(argument.toTensor(), dtype)) {
+      // What is written must stay the user's: `out`, and the statistics, which have full precision. As masks have.
+      const bool stays = (alias != nullptr && alias->isWrite()) || name == "running_mean" || name == "running_var" ||
+          name == "attn_mask";
+      if (!stays && needs_cast(argument.toTensor(), dtype)) {
         argument = argument.toTensor().to(dtype);
       }
     } else if (argument.isTensorList()) {
@@ -243,13 +251,14 @@ void intercept_at(
     see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
     touch(call);
   });
-  if (call.traits.dtypes_must_agree && call.first_handle != nullptr) {
+  const bool autocast = keys.has_any(c10::autocast_dispatch_keyset); // which casts what it wants to
+  if (call.traits.dtypes_must_agree && call.first_handle != nullptr && !autocast) {
     const auto& precision = call.first_handle->unit().precision();
     if (precision.param_dtype && precision.cast_forward_inputs) {
       cast_inputs(schema, *stack, *precision.param_dtype);
     }
   }
-  NoAutocastCache no_cache(keys.has_any(c10::autocast_dispatch_keyset));
+  NoAutocastCache no_cache(autocast);
   const c10::DispatchKeySet ours{kKey, kInnerKey};
   c10::impl::ExcludeDispatchKeyGuard inside(ours);
   op.redispatchBoxed((keys - ours) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);

@@ -116,7 +116,6 @@ bool needs_equal_dtypes(std::string_view name) {
       "aten::batch_norm",
       "aten::native_batch_norm",
       "aten::instance_norm",
-      "aten::rms_norm",
       "aten::lstm",
       "aten::gru",
       "aten::rnn_tanh",

@@ -205,6 +205,22 @@ void Runtime::write(Unit& unit, const Param& param) {
   last_ = nullptr; // the next touch, of whatever unit, goes the long way
 }
 
+void Runtime::forward_begins() {
+  FSDP_CHECK(
+      !backward_queued_,
+      "[forward] the last backward broke off in the middle, and has left gradients behind: ",
+      "call reset_iter_state() on the root first, on all ranks");
+  if (std::exchange(in_step_, true)) {
+    return;
+  }
+  // Custom functions ask handles whether they require gradients before any operator sees them.
+  for (Unit* unit : units_) {
+    if (unit != nullptr) {
+      unit->follow_requires_grad();
+    }
+  }
+}
+
 void Runtime::begin_backward() {
   if (backward_queued_) {
     return;

@@ -10,7 +10,6 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/SmallVector.h>
 
-#include "base/check.h"
 #include "base/stream.h"
 #include "engine/events.h"
 #include "engine/reducer.h"
@@ -57,13 +56,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// A handle is about to be written outside a step.
   void write(Unit& unit, const Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
-  void forward_begins() {
-    FSDP_CHECK(
-        !backward_queued_,
-        "[forward] the last backward broke off in the middle, and has left gradients behind: ",
-        "call reset_iter_state() on the root first, on all ranks");
-    in_step_ = true;
-  }
+  void forward_begins();
   bool in_step() const {
     return in_step_;
   }

@@ -389,6 +389,12 @@ int64_t Unit::gradient_bytes() const {
   return total;
 }
 
+void Unit::follow_requires_grad() {
+  for (auto& param : params_) {
+    param->follow_requires_grad();
+  }
+}
+
 void Unit::forget_uses() {
   awaiting_ = 0;
   ready_ = false;

@@ -197,6 +197,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool used_in_backward = false;
   int64_t gradient_bytes() const;
   void forget_uses();
+  void follow_requires_grad();
   /// After a step that broke off.
   void reset();
 

@@ -24,6 +24,8 @@ using Place = NoticeBoard::Place;
 constexpr auto kPoll = std::chrono::milliseconds(200);
 constexpr auto kAnswerLimit = std::chrono::seconds(1);
 const std::string kAborted = "aborted";
+const std::string kNoStore =
+    "the process that serves the rendezvous store (rank 0, or torchrun's agent) has died or cannot be reached";
 
 /// A flag that one thread raises and another waits for.
 class Flag {
@@ -49,12 +51,12 @@ std::string place_key(int rank) {
   return c10::str("waits/", rank);
 }
 
-/// What `talk` says within the limit. If the store is gone, there is nothing to say.
+/// What `talk` says within the limit.
 std::string hear_out(std::function<std::string()> talk) {
   try {
     return within_limit(kAnswerLimit, std::move(talk)).value_or("");
   } catch (const std::exception&) {
-    return "";
+    return kNoStore;
   }
 }
 
@@ -88,7 +90,7 @@ struct NoticeBoard::Listener {
         }
       } while (!stop.wait_for(kPoll));
     } catch (const std::exception&) {
-      hear("the process that serves the rendezvous store cannot be reached any more");
+      hear(kNoStore);
     }
   }
 
