@@ -20,7 +20,11 @@ class ModuleState {
   /// `parameter` is registered, `handle` is what the engine reads; both are None where nothing is. Data that users put
   /// behind the parameter count as another parameter.
   void watch(
-      py::dict registered, py::object name, py::object parameter, py::object handle, std::shared_ptr<ShownShard> shown) {
+      py::dict registered,
+      py::object name,
+      py::object parameter,
+      py::object handle,
+      std::shared_ptr<ShownShard> shown) {
     entries_.push_back(
         {std::move(registered), std::move(name), std::move(parameter), std::move(handle), std::move(shown)});
   }
@@ -41,8 +45,7 @@ class ModuleState {
       if ((present ? present : Py_None) != entry.parameter.ptr()) {
         return false;
       }
-      if (entry.shown &&
-          (entry.shown->replaced() || requires_grad(entry.handle) != requires_grad(entry.parameter))) {
+      if (entry.shown && (entry.shown->replaced() || requires_grad(entry.handle) != requires_grad(entry.parameter))) {
         return false;
       }
     }

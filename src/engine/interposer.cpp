@@ -191,7 +191,7 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
       const auto* alias = schema.arguments()[i].alias_info();
       // What is written must stay the user's: `out`, and the statistics, which have full precision. As masks have.
       const bool stays = (alias != nullptr && alias->isWrite()) || name == "running_mean" || name == "running_var" ||
-          name == "attn_mask";
+                         name == "attn_mask";
       if (!stays && needs_cast(argument.toTensor(), dtype)) {
         argument = argument.toTensor().to(dtype);
       }

@@ -256,12 +256,21 @@ void Param::adopt_replacement() {
   if (!shown_->replaced()) {
     return;
   }
+  at::Tensor replacement = shown_->replacement();
+  const bool same_values = !on_meta() && tenant_of(replacement) == shard_tenant_ &&
+                           replacement.const_data_ptr() == shard_.const_data_ptr() &&
+                           replacement.sizes() == shard_.sizes() && replacement.strides() == shard_.strides() &&
+                           replacement.scalar_type() == shard_.scalar_type();
+  if (shard_tenant_ != nullptr && same_values) { // another tensor around them, which `to()` makes of a DTensor's
+    shard_ = std::move(replacement);
+    return;
+  }
   if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) { // views of the former shard may live on
     shard_tenant_->param = nullptr;
   }
   shard_tenant_ = nullptr;
   end_watching();
-  shard_ = shown_->replacement();
+  shard_ = std::move(replacement);
 }
 
 void Param::end_watching() {

@@ -343,7 +343,9 @@ void Unit::settle_replaced_shards() {
       param->adopt_replacement();
     }
     look_for_params_on_meta();
-    if (bucket->has_values()) {
+    const bool new_values =
+        std::any_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); });
+    if (new_values && bucket->has_values()) {
       settle(*bucket, "settle replaced shards");
     }
   }

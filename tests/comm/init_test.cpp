@@ -300,7 +300,8 @@ TEST(Init, RanksThatCannotShareMemoryTalkOverGloo) {
       if (gloo_available()) {
         ::testing::internal::CaptureStderr();
         init({.device = "cpu"});
-        EXPECT_TRUE(contains(::testing::internal::GetCapturedStderr(), "on one host but cannot read each other's memory"));
+        EXPECT_TRUE(
+            contains(::testing::internal::GetCapturedStderr(), "on one host but cannot read each other's memory"));
         expect_world_of(3, "gloo");
         shutdown();
       }

@@ -407,6 +407,17 @@ TEST(Errors, ArgumentsOfSetters) {
       {"use one or the other"});
 }
 
+TEST(Errors, RowsThatRanksRenormalizeByThemselves) {
+  expect_error(
+      2,
+      [] {
+        nn::Embedding model(nn::EmbeddingOptions(6, 4).max_norm(1));
+        fully_shard(*model);
+        model->forward(torch::tensor({rank()}));
+      },
+      {"max_norm renormalizes the rows of 'weight'", "renormalize the shards"});
+}
+
 TEST(Errors, ShardsReplacedByWholeTensors) {
   expect_error(
       2,

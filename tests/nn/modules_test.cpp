@@ -209,6 +209,28 @@ struct Double : torch::autograd::Function<Double> {
   }
 };
 
+// A custom function looks at its inputs before any operator does.
+TEST_P(Modules, ACustomFunctionSeesWhatWasFrozenSince) {
+  on_threads(GetParam(), [] {
+    nn::Linear first(5, 5);
+    nn::ParameterList second;
+    second->append(torch::ones({5}).requires_grad_());
+    nn::ModuleList model(first, second);
+    for (const auto& part : *model) {
+      fully_shard(*part);
+    }
+    fully_shard(*model);
+    auto frozen = sharded(parameters(*second)[0]).local;
+    for (const bool trainable : {true, false, true, true, false}) {
+      frozen.set_requires_grad(trainable);
+      Double::apply(first(torch::ones({2, 5})), second[0]).sum().backward();
+      EXPECT_EQ(second[0].requires_grad(), trainable);
+      EXPECT_EQ(sharded(frozen).full_grad().defined(), trainable);
+      frozen.mutable_grad().reset();
+    }
+  });
+}
+
 TEST_P(Modules, CustomAutogradFunction) {
   train([] {
     struct NetImpl : nn::Module {

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import weakref
 
 import pytest
@@ -88,6 +89,21 @@ def test_trains_as_pytorch(kind):
 def test_accumulates_as_pytorch():
     for kind in (Pair, HalfOnTheWire):
         check_as_pytorch(sharded(kind), sharded(kind, torch_fsdp.fully_shard), exact=True, accumulate=2)
+
+
+@on_ranks(2)
+def test_frozen_and_trainable_in_turns():
+    for kind, frozen_first in itertools.product((Pair, HalfOnTheWire), (True, False)):
+        model = wrapped(seeded(blocks), kind)
+        model[0].up.weight.requires_grad_(not frozen_first)
+        fully_shard(model)
+        first, *others = model.parameters()
+        for trainable in (not frozen_first, frozen_first, not frozen_first):
+            first.requires_grad_(trainable)
+            model(mine(rows(0, 8))).pow(2).sum().backward()
+            assert (first.grad is not None) == trainable, (kind, frozen_first, trainable)
+            assert all(p.grad is not None for p in others)
+            model.zero_grad()
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ import types
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import Methods, check_same, check_training, loss_of, mine, reference_backward, rows, seeded
+from subjects import Methods, check_same, check_training, loss_of, mine, reference_backward, rows, seeded, whole
 
 
 class Attention(nn.Module):
@@ -217,6 +218,53 @@ class Structured(nn.Module):
         out = self.linear(pair.inner.value) * scale["s"]
         self.seen = pair.inner.value.dtype, scale["s"].dtype, pair.others[0].dtype
         return Named(Pair(Inner(out, pair.inner.label), [out, 3]), {"out": (out, None)})
+
+
+@dataclasses.dataclass
+class Prepared:
+    """Is more than what its initializer is given."""
+
+    value: torch.Tensor
+    scale: torch.Tensor = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self):
+        self.value = self.value * 2
+
+
+@on_ranks(2, comm=("shm",))
+def test_dataclasses_are_cast_as_they_are():
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, prepared):
+            self.given = prepared
+            return self.linear(prepared.value * prepared.scale)
+
+    model = fully_shard(Reads(), mp_policy=libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    prepared = Prepared(torch.ones(2, 4))
+    prepared.scale = torch.full((1,), 3.0)
+    assert model(prepared).dtype == torch.bfloat16
+    assert model.given.value.dtype == model.given.scale.dtype == torch.bfloat16
+    assert model.given.value.eq(2).all() and model.given.scale.eq(3).all()
+    assert type(model.given) is Prepared and prepared.value.dtype == torch.float32
+
+
+@on_ranks(2, comm=("shm",))
+def test_max_norm_is_refused_where_ranks_would_disagree():
+    model = fully_shard(nn.Embedding(6, 4, max_norm=1.0))
+    with pytest.raises(libfsdp.Error, match="max_norm renormalizes the rows of 'weight'"):
+        model(torch.tensor([dist.get_rank()]))
+
+
+@on_ranks(1)
+def test_max_norm_of_one_rank():
+    reference, model = (seeded(lambda: nn.Embedding(6, 4, max_norm=0.5)) for _ in range(2))
+    fully_shard(model)
+    rows_asked = torch.tensor([1, 3])
+    assert torch.equal(model(rows_asked), reference(rows_asked))
+    assert torch.equal(whole(next(model.parameters())), reference.weight)
 
 
 @on_ranks(2, comm=("shm",))

@@ -28,6 +28,50 @@ def test_frozen_and_trainable_uses_of_the_same_layers():
     check_training(model, reference, several, (5,), exact=True, steps=2)
 
 
+class Product(torch.autograd.Function):
+    """Which decides what needs a gradient before any operator runs."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x if ctx.needs_input_grad[1] else None
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.rand(5, 5)), nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        self.trainable = self.weight.requires_grad
+        return Product.apply(x, self.weight) * self.scale
+
+
+@on_ranks(1, 2)
+def test_who_asks_before_any_operator_sees_what_was_frozen_since():
+    for frozen_first, by_attribute in itertools.product((True, False), (True, False)):
+        reference, model = seeded(Asking), seeded(Asking)
+        for each in (reference, model):
+            each.weight.requires_grad_(not frozen_first)
+        fully_shard(model)
+        trainable = not frozen_first
+        for _ in range(3):
+            check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+            assert model.trainable == trainable
+            trainable = not trainable
+            for each in (reference, model):
+                (weight, _) = each.parameters()
+                if by_attribute:
+                    weight.requires_grad = trainable
+                else:
+                    weight.requires_grad_(trainable)
+
+
 @on_ranks(2)
 def test_only_trainable_gradients_are_reduced():
     for frozen_first, checkpointed in itertools.product((True, False), (True, False)):

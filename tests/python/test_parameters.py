@@ -148,6 +148,41 @@ def test_to_dtype():
     assert next(model.parameters()).grad is None
 
 
+class AsksDtype(nn.Module):
+    """As T5 does, and recurrent networks do, before any operator."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(5, 5), nn.LSTM(5, 5)
+
+    def forward(self, x):
+        return self.lstm(self.linear(x.to(self.linear.weight.dtype)))[0]
+
+
+@on_ranks(1, 2)
+def test_who_asks_before_any_operator_sees_the_dtype_that_is_there_now():
+    def to_double(model):
+        model.double()
+        assert model.linear.weight.dtype == torch.float64
+
+    def part_by_part(model):
+        model.linear.double(), model.lstm.double()
+
+    def load(model):
+        state = {name: p.detach().double() for name, p in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        assert model.lstm.weight_ih_l0.dtype == torch.float64
+
+    for convert in (to_double, part_by_part, load):
+        model, reference = fully_shard(seeded(AsksDtype)), seeded(AsksDtype).double()
+        convert(model)
+
+        def double_loss(module, batch):
+            return module(batch.double()).pow(2).mean()
+
+        check_training(model, reference, double_loss, (5,), exact=True, steps=2)
+
+
 @on_ranks(2, comm=("shm",))
 def test_to_device_leaves_shards_that_are_there():
     model, reference = sharded_mlp(), seeded(mlp)

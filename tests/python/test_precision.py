@@ -167,6 +167,42 @@ def test_norms_in_low_precision():
             assert gradients[0] == gradients[1] and (gradients[0] == [torch.float32] * 2 or norm is not layer_norm)
 
 
+class Promoting(nn.Module):
+    """Operators of which PyTorch takes mixed dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.queries = nn.Parameter(torch.rand(8)), nn.Parameter(torch.rand(1, 1, 4, 8))
+
+    def forward(self, x):
+        normed = nn.functional.rms_norm(x.float(), (8,), self.norm)
+        keys = x.view(1, 1, -1, 8)
+        mask = torch.full((4, keys.shape[2]), 1 / 3)
+        return normed, nn.functional.scaled_dot_product_attention(self.queries, keys, keys, attn_mask=mask)
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_promotes_in_pytorch_promotes_here():
+    outputs = []
+    for shard in (fully_shard, torch_fsdp.fully_shard):
+        model = shard(seeded(Promoting), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        outputs.append(model(rows(0, 8)))
+    for ours, theirs in zip(*outputs, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    assert outputs[0][0].dtype == torch.float32
+
+
+@on_ranks(2, comm=("shm",))
+def test_under_autocast_autocast_casts():
+    outputs = []
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    for shard in (fully_shard, torch_fsdp.fully_shard):
+        model = shard(seeded(lambda: nn.Linear(8, 8)), mp_policy=policy)
+        with torch.autocast("cpu", torch.float16):
+            outputs.append(model(rows(0, 8)))
+    assert outputs[0].dtype == outputs[1].dtype == torch.float16 and torch.equal(*outputs)
+
+
 @dataclasses.dataclass(frozen=True)
 class NewerPolicy(MixedPrecisionPolicy):
     """As one of a PyTorch that has more."""
