@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <thread>
 #include <utility>
 
 #include <unistd.h>
@@ -26,6 +27,7 @@ constexpr std::chrono::milliseconds kServersGrace{1000};
 // How long a rank waits before it looks whether the others still live.
 constexpr std::chrono::milliseconds kSlice{1000};
 constexpr std::chrono::milliseconds kAtOnce{1};
+constexpr std::chrono::milliseconds kPoll{20};
 constexpr const char* kGivenUp = "given up";
 
 using Clock = std::chrono::steady_clock;
@@ -139,8 +141,8 @@ std::string witness_of(int rank) {
   return c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0), '\n');
 }
 
-/// "rank 1 has died", or nothing. It takes one question, however many ranks there are.
-std::string deaths(Store& store) {
+/// It takes one question, however many ranks there are.
+std::vector<int> dead_ranks(Store& store) {
   std::istringstream text(store.get_to_str(witnesses_key()));
   std::vector<int> ranks;
   int rank = 0;
@@ -150,7 +152,25 @@ std::string deaths(Store& store) {
       ranks.push_back(rank);
     }
   }
+  return ranks;
+}
+
+/// "rank 1 has died", or nothing.
+std::string deaths(Store& store) {
+  const auto ranks = dead_ranks(store);
   return ranks.empty() ? "" : have(ranks) + " died";
+}
+
+/// Whether all who have come, and live, know that the ranks will not meet.
+bool all_know(Store& store, int size) {
+  const auto dead = dead_ranks(store);
+  for (int rank = 0; rank < size; ++rank) {
+    const bool lives = std::find(dead.begin(), dead.end(), rank) == dead.end();
+    if (lives && store.check({key("arrived", rank)}) && !store.check({key("knows", rank)})) {
+      return false;
+    }
+  }
+  return true;
 }
 
 /// Why the ranks will not meet, if that is known already.
@@ -243,10 +263,14 @@ bool Rendezvous::all_have(const std::string& what, std::chrono::milliseconds wit
 
 void Rendezvous::fail(const std::string& reason) const {
   try {
-    answer_of(kServersGrace, [store = store_, reason] {
+    answer_of(kServersGrace, [store = store_, mine = key("knows", launch_.rank), reason] {
       store->set(kGivenUp, reason); // so that the others do not find this rank dead, but know why
+      store->set(mine, "1");
       return std::string();
     });
+    if (serves()) {
+      outlast_others();
+    }
   } catch (const std::exception&) {
     // The others will find out by themselves.
   }
@@ -262,6 +286,19 @@ void Rendezvous::fail(const std::string& reason) const {
       ": ",
       reason,
       "; see whether all of them were started and what they printed, rank 0 first, which serves the others"));
+}
+
+// They look once in a slice, and would only see that the store is gone.
+void Rendezvous::outlast_others() const {
+  const auto end = Clock::now() + kSlice + kServersGrace;
+  const auto known = [this] {
+    return answer_of(kServersGrace, [store = store_, size = launch_.size] {
+      return std::string(all_know(*store, size) ? "yes" : "no");
+    });
+  };
+  while (Clock::now() < end && known() == "no") {
+    std::this_thread::sleep_for(kPoll);
+  }
 }
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {

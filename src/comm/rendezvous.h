@@ -41,6 +41,8 @@ class Rendezvous {
   /// What `talk` gets from the store, or an error.
   std::string ask(std::function<std::string()> talk) const;
   [[noreturn]] void fail(const std::string& reason) const;
+  /// Who serves the others gives up when they know why, or have had the time to hear it.
+  void outlast_others() const;
 
   Launch launch_;
   std::chrono::milliseconds timeout_;

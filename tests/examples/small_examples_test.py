@@ -30,24 +30,24 @@ class SmallExamples(unittest.TestCase):
             output = self.train("01_fully_shard", ranks)
             self.assertEqual(len(re.findall(r"rank \d keeps .* of 0.weight \[256, 64\]", output)), ranks)
 
-    def test_torchrun_and_mpirun_start_ranks_too(self):
-        for name, launcher in (("torchrun", self.torchrun()), ("mpirun", self.mpirun())):
-            with self.subTest(name):
-                if launcher is None:
-                    self.skipTest(f"there is no {name} here")
-                result = subprocess.run(
-                    [*launcher, support.BIN / "01_fully_shard"],
-                    env=support.environment(), capture_output=True, text=True, timeout=120,
-                )
-                self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-                self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2)
-
-    def torchrun(self):
+    def test_torchrun_starts_ranks_too(self):
         python = os.environ.get("FSDP_TORCH_PYTHON")
-        return python and [python, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2"]
+        if not python:
+            self.skipTest("FSDP_TORCH_PYTHON does not name a Python with torch")
+        self.start_two(python, "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node=2")
 
-    def mpirun(self):
-        return shutil.which("mpirun") and ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    def test_mpirun_starts_ranks_too(self):
+        if not shutil.which("mpirun"):
+            self.skipTest("there is no mpirun here")
+        self.start_two("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+
+    def start_two(self, *launcher):
+        result = subprocess.run(
+            [*launcher, support.BIN / "01_fully_shard"],
+            env=support.environment(), capture_output=True, text=True, timeout=120,
+        )
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
+        self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2)
 
     def test_mixed_precision_and_offload(self):
         output = self.train("02_mixed_precision_and_offload", 2)
