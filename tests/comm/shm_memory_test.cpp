@@ -145,7 +145,9 @@ TEST(ShmMemory, GradientsAreNotCopied) {
     const double empty = memory_of_ranks(*group);
     step();
     const double before = memory_of_ranks(*group);
+#ifndef __SANITIZE_THREAD__ // which keeps a memory beside the memory
     EXPECT_LT(before - empty, 64 + 8) << "each rank's gradient, once";
+#endif
     for (int i = 0; i < 10; ++i) {
       step();
     }

@@ -315,11 +315,13 @@ TEST(MemoryOfProcesses, ParametersAreThereOnceAndAllGoesWithTheModel) {
         model->forward(input);
       }
       EXPECT_NEAR(memory_of_ranks("memfd:fsdp-home"), 64, 0.5) << "the parameters, though each rank has read all";
+#ifndef __SANITIZE_THREAD__ // which keeps a memory beside the memory, and what was freed
       EXPECT_LT(memory_of_ranks() - start, 64 + 56) << "what the model was built in is gone, but for some idle memory";
+#endif
       model->forward(input).sum().backward();
       EXPECT_GT(memory_of_ranks() - start, 64 + 60) << "with gradients";
     }
-#ifndef __SANITIZE_THREAD__ // which keeps memory of its own for what was freed
+#ifndef __SANITIZE_THREAD__
     EXPECT_LT(memory_of_ranks() - start, 8);
 #endif
     shutdown();
