@@ -342,7 +342,7 @@ TEST(MemoryOfProcesses, AllGoesWithTheModelOverGlooToo) {
       optimizer.step();
       EXPECT_GT(memory_of_ranks() - start, 64 * 3) << "shards and the optimizer's state";
     }
-#ifndef __SANITIZE_THREAD__
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) // which keep what was freed
     EXPECT_LT(memory_of_ranks() - start, 12);
 #endif
     shutdown();
