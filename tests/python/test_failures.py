@@ -41,7 +41,7 @@ try:
         die("optimizer")
         libfsdp.clip_grad_norm_(model, 1.0)
 except libfsdp.CommError as error:
-    print("found:", error)
+    print("found:", error, flush=True)
     os._exit(0)
 """
 
