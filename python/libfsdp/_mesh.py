@@ -1,6 +1,8 @@
 """DeviceMesh as the engine sees it."""
 
+import atexit
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -56,7 +58,18 @@ def engine_mesh(*meshes: DeviceMesh, shards: bool = True) -> _C.Mesh:
 def _group_of(mesh: DeviceMesh, dim: int, device: torch.device) -> _C.Group:
     if mesh.size(dim) == 1:
         return _group_of_one()  # which exchanges nothing
+    _let_gloo_finish_at_exit()
     return _C.group_of(mesh.get_group(dim), device, _shared_memory)
+
+
+@functools.cache
+def _let_gloo_finish_at_exit() -> None:
+    """Gloo's threads free the tensors of the last collectives, and need Python's lock for that.
+
+    One that asks for the lock when Python has begun to end aborts the process, and ``destroy_process_group()`` does not
+    end these threads where PyTorch still holds a mesh of ``DTensor``s.
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 @functools.cache

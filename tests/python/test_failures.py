@@ -1,6 +1,8 @@
 """What goes wrong in the middle of PyTorch's operators reaches Python as the library's own exceptions."""
 
 import datetime
+import os
+import pathlib
 import subprocess
 import sys
 import time
@@ -105,3 +107,30 @@ def test_shared_memory_waits_as_long_as_the_process_group_would():
         assert time.monotonic() - begin < 6
     else:
         time.sleep(4)
+
+
+ENDS_AFTER_A_COLLECTIVE = """
+import sys, torch, torch.distributed as dist, libfsdp
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+model = libfsdp.fully_shard(torch.nn.Linear(4, 4))
+loss = model(torch.ones(1, 4)).sum()
+loss.backward()
+mean = loss.detach()
+dist.all_reduce(mean)
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_may_end_right_after_a_collective(tmp_path):
+    late = pathlib.Path(os.environ.get("FSDP_TESTS", "")) / "late_gloo_thread.so"
+    if not late.exists():
+        pytest.skip("the library that delays Gloo's threads is not built (FSDP_TESTS)")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE, str(rank), tmp_path / "store"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"LD_PRELOAD": str(late)},
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=60) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said
