@@ -2,10 +2,18 @@
 
 #include <memory>
 #include <optional>
+#include <type_traits>
 
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
+#include <ATen/ops/addmm_ops.h>
+#include <ATen/ops/embedding_ops.h>
+#include <ATen/ops/mm_ops.h>
+#include <ATen/ops/native_layer_norm_backward_ops.h>
+#include <ATen/ops/native_layer_norm_ops.h>
+#include <ATen/ops/t_ops.h>
+#include <ATen/ops/transpose_ops.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
@@ -24,16 +32,25 @@ namespace fsdp::engine {
 
 namespace {
 
+constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
+
+bool in_backward() {
+  return torch::autograd::get_current_graph_task_id() >= 0;
+}
+
 /// What one operator call has to do with sharded parameters.
 struct Call {
   const OperatorTraits& traits;
   const std::string& name;
-  Phase phase;
+  Phase phase = in_backward() ? Phase::kBackward : Phase::kForward;
   TouchedUnits units;
   const Param* first_handle = nullptr;
   const Param* written_shard = nullptr;
   c10::SmallVector<std::shared_ptr<Unit>, 1> written; ///< they stay whole until the operator has run
 
+  Call(const OperatorTraits& traits, const std::string& name) : traits(traits), name(name) {}
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
   ~Call() {
     let_go();
   }
@@ -48,10 +65,6 @@ struct Call {
     written.clear();
   }
 };
-
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() >= 0;
-}
 
 // `view`: the handle, or a view of it, which need not be part of a graph.
 void note_use(Param& param, const at::Tensor& view, Phase phase) {
@@ -75,7 +88,9 @@ void note_use(Param& param, const at::Tensor& view, Phase phase) {
 }
 
 void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
-  param.follow_requires_grad();
+  if (param.is_handle(view)) { // a view of it was made of one that had followed
+    param.follow_requires_grad();
+  }
   if (param.shard_was_replaced()) { // before a view takes the former dtype along
     WithoutCallersLock no_callers_lock;
     auto lock = param.unit().runtime().lock();
@@ -243,25 +258,34 @@ void touch(Call& call) {
   }
 }
 
+/// The dtype that activations have to have for this operator, if they are to be cast.
+std::optional<c10::ScalarType> dtype_to_cast_to(const Call& call, bool autocast) { // autocast casts what it wants to
+  if (!call.traits.dtypes_must_agree || call.first_handle == nullptr || autocast) {
+    return std::nullopt;
+  }
+  const auto& precision = call.first_handle->unit().precision();
+  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+}
+
+c10::DispatchKeySet keys_below(c10::DispatchKey key, c10::DispatchKeySet keys) {
+  return (keys - kKeys) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key);
+}
+
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
-  Call call{traits_of(op), schema.name(), in_backward() ? Phase::kBackward : Phase::kForward, {}, nullptr, nullptr, {}};
+  Call call(traits_of(op), schema.name());
   called_by_torch([&] {
     see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
     touch(call);
   });
-  const bool autocast = keys.has_any(c10::autocast_dispatch_keyset); // which casts what it wants to
-  if (call.traits.dtypes_must_agree && call.first_handle != nullptr && !autocast) {
-    const auto& precision = call.first_handle->unit().precision();
-    if (precision.param_dtype && precision.cast_forward_inputs) {
-      cast_inputs(schema, *stack, *precision.param_dtype);
-    }
+  const bool autocast = keys.has_any(c10::autocast_dispatch_keyset);
+  if (const auto dtype = dtype_to_cast_to(call, autocast)) {
+    cast_inputs(schema, *stack, *dtype);
   }
   NoAutocastCache no_cache(autocast);
-  const c10::DispatchKeySet ours{kKey, kInnerKey};
-  c10::impl::ExcludeDispatchKeyGuard inside(ours);
-  op.redispatchBoxed((keys - ours) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key), stack);
+  c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+  op.redispatchBoxed(keys_below(key, keys), stack);
 }
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -272,12 +296,70 @@ void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, t
   intercept_at(kInnerKey, op, keys, stack);
 }
 
+template <class Argument>
+void see_unboxed(const Argument& argument, bool written, Call& call) {
+  if constexpr (std::is_same_v<Argument, at::Tensor>) {
+    see(argument, written, call);
+  } else if constexpr (std::is_same_v<Argument, std::optional<at::Tensor>>) {
+    if (argument) {
+      see(*argument, written, call);
+    }
+  }
+}
+
+template <class Argument>
+Argument cast_unboxed(const Argument& argument, c10::ScalarType dtype) {
+  if constexpr (std::is_same_v<Argument, at::Tensor>) {
+    return needs_cast(argument, dtype) ? argument.to(dtype) : argument;
+  } else if constexpr (std::is_same_v<Argument, std::optional<at::Tensor>>) {
+    return argument && needs_cast(*argument, dtype) ? argument->to(dtype) : argument;
+  } else {
+    return argument;
+  }
+}
+
+/// The same for one operator, without boxes around its arguments, which cost as much as all the rest.
+template <class Op, class Schema = typename Op::schema>
+struct Unboxed;
+
+template <class Op, class Result, class... Arguments>
+struct Unboxed<Op, Result(Arguments...)> {
+  static Result intercept(c10::DispatchKeySet keys, Arguments... arguments) {
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    Call call(traits_of(op), op.schema().name());
+    called_by_torch([&] {
+      size_t i = 0;
+      (see_unboxed(arguments, call.traits.writes_argument(i++), call), ...);
+      touch(call);
+    });
+    const bool autocast = keys.has_any(c10::autocast_dispatch_keyset);
+    const auto dtype = dtype_to_cast_to(call, autocast);
+    NoAutocastCache no_cache(autocast);
+    c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+    const auto below = keys_below(kKey, keys);
+    return dtype ? Op::redispatch(below, cast_unboxed(arguments, *dtype)...) : Op::redispatch(below, arguments...);
+  }
+};
+
 } // namespace
 
 } // namespace fsdp::engine
 
 TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept>());
+}
+
+// The operators of the commonest layers. None of them writes, or keeps the dtype of, one of its arguments.
+TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+  using namespace at::_ops;
+  using fsdp::engine::Unboxed;
+  library.impl("t", TORCH_FN(Unboxed<t>::intercept));
+  library.impl("transpose.int", TORCH_FN(Unboxed<transpose_int>::intercept));
+  library.impl("mm", TORCH_FN(Unboxed<mm>::intercept));
+  library.impl("addmm", TORCH_FN(Unboxed<addmm>::intercept));
+  library.impl("embedding", TORCH_FN(Unboxed<embedding>::intercept));
+  library.impl("native_layer_norm", TORCH_FN(Unboxed<native_layer_norm>::intercept));
+  library.impl("native_layer_norm_backward", TORCH_FN(Unboxed<native_layer_norm_backward>::intercept));
 }
 
 TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, library) {

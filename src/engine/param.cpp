@@ -84,6 +84,8 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
       bucket_(bucket),
       layout_(std::move(layout)),
       rank_(bucket.shard_group().rank()),
+      shard_sizes_(layout_.shard_sizes(rank_)),
+      shard_strides_(layout_.shard_strides(rank_)),
       gathered_(original.scalar_type()),
       handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
       shown_(std::make_shared<ShardItself>(shard_)) {
@@ -92,8 +94,8 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
   if (original.is_meta()) {
     auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
     shard_tenant_ = tenant.get();
-    const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
-    shard_ = make_keyed_tensor(std::move(tenant), nullptr, {sizes, strides, original.scalar_type(), c10::kMeta});
+    shard_ = make_keyed_tensor(
+        std::move(tenant), nullptr, {shard_sizes_, shard_strides_, original.scalar_type(), c10::kMeta});
     shard_.set_requires_grad(original.requires_grad());
     return;
   }
@@ -125,7 +127,7 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
   whole.copy_(source);
   auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
   auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
-  return at::as_strided(piece, layout_.shard_sizes(rank_), layout_.shard_strides(rank_)).clone();
+  return at::as_strided(piece, shard_sizes_, shard_strides_).clone();
 }
 
 Param::~Param() {
@@ -294,19 +296,19 @@ at::Tensor Param::shard_gradient() const {
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
   InternalScope scope;
-  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
   FSDP_CHECK(
-      shard_.sizes() == c10::IntArrayRef(sizes),
+      shard_.sizes() == c10::IntArrayRef(shard_sizes_),
       "[fully_shard] the shard of '",
       name_,
       "' was replaced by data of sizes ",
       shard_.sizes(),
       " where ",
-      c10::IntArrayRef(sizes),
+      c10::IntArrayRef(shard_sizes_),
       " are needed: give it this rank's piece only");
   auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
   shard_tenant_ = tenant.get();
-  auto moved = make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), device});
+  auto moved =
+      make_keyed_tensor(std::move(tenant), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), device});
   moved.copy_(shard_);
   shard_.set_data(moved);
 }
@@ -319,9 +321,8 @@ void Param::settle_shard_in_place() {
   auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
   shard_tenant_ = tenant.get();
   void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
-  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
-  shard_.set_data(
-      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, shard_.scalar_type(), shard_.device()}));
+  shard_.set_data(make_keyed_tensor(
+      std::move(tenant), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), shard_.device()}));
 }
 
 void Param::watch(at::Tensor stored) {
@@ -338,9 +339,8 @@ void Param::watch(at::Tensor stored) {
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  const auto sizes = layout_.shard_sizes(rank_), strides = layout_.shard_strides(rank_);
-  if (gradient.sizes() != c10::IntArrayRef(sizes) || gradient.strides() != c10::IntArrayRef(strides)) {
-    gradient = view_into(gradient, gradient.scalar_type(), sizes, strides, 0);
+  if (gradient.sizes() != c10::IntArrayRef(shard_sizes_) || gradient.strides() != c10::IntArrayRef(shard_strides_)) {
+    gradient = view_into(gradient, gradient.scalar_type(), shard_sizes_, shard_strides_, 0);
   }
   if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
     gradient = gradient.to(shard_.device(), shard_.scalar_type());
@@ -349,13 +349,8 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   shown_->give_gradient(std::move(gradient));
 }
 
-void Param::follow_requires_grad() {
-  auto impl = handle_.lock();
-  if (!impl) {
-    return;
-  }
-  at::Tensor handle(std::move(impl));
-  const bool wanted = trainable();
+void Param::set_requires_grad(bool wanted) {
+  at::Tensor handle(handle_.lock());
   if (handle.is_leaf() && handle.requires_grad() != wanted) {
     handle.set_requires_grad(wanted);
   }

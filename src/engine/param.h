@@ -112,7 +112,13 @@ class Param {
     return shown_->requires_grad();
   }
   /// The shard's `requires_grad` is the one that users set; the handle follows.
-  void follow_requires_grad();
+  void follow_requires_grad() {
+    const bool wanted = trainable();
+    const c10::TensorImpl* handle = handle_._unsafe_get_target();
+    if (!handle_.expired() && (handle->requires_grad() != wanted || (wanted && !hooked_))) {
+      set_requires_grad(wanted);
+    }
+  }
 
   /// A use whose gradient backward will bring: the graph of this forward, or one checkpointed segment.
   void note_use();
@@ -134,6 +140,7 @@ class Param {
   void end_handle();
   void end_watching();
   void end_stand_in();
+  void set_requires_grad(bool wanted);
   void install_gradient_hooks(const at::Tensor& handle);
 
   Unit& unit_;
@@ -141,6 +148,7 @@ class Param {
   std::string name_;
   layout::DimLayout layout_;
   int rank_;
+  std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
   c10::ScalarType gathered_;
   std::string why_hollow_; // kept: putting it together takes longer than letting memory go
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;

@@ -40,9 +40,9 @@ int64_t aligned(int64_t numel, c10::ScalarType dtype) {
   return (numel + per_line - 1) / per_line * per_line;
 }
 
-// The gradient as the ranks' slices, one after another.
+// The gradient as the ranks' slices, one after another, of any shape.
 at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
-  if (gradient.dim() == 1 && param.layout().in_place()) {
+  if (param.layout().in_place() && gradient.is_contiguous()) {
     return gradient;
   }
   return param.layout().in_place() ? view_into(gradient, gradient.scalar_type(), gradient.numel())
@@ -144,7 +144,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
     const Param& param = *reduction->params[i];
     const int64_t length = param.layout().length(param.rank());
     // Alone, the whole gradient is the slice: nothing is copied.
-    args.slices.push_back(alone ? args.wholes[i] : view_into(reduction->flat, dtype, length, offset));
+    args.slices.push_back(view_into(alone ? args.wholes[i] : reduction->flat, dtype, length, alone ? 0 : offset));
     offset += aligned(length, dtype);
   }
   const bool all_reduced_later = bucket.replicate_group() != nullptr;

@@ -12,7 +12,7 @@ namespace fsdp::engine {
 class Param;
 
 /// The dispatch key that marks handles and shards, so that operators on them are seen first. It stands above autograd
-/// and no operator has a kernel for it.
+/// and no operator of torch has a kernel for it.
 inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 /// Inside of a tensor subclass's own dispatch (a DTensor's, say), torch excludes all keys above Python's. This one lies
 /// below it, so that operators on what the subclass wraps are seen there: reads of handles that have to be whole, and
