@@ -190,8 +190,8 @@ void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
 }
 
 void Param::end_stand_in() {
-  if (stand_in_.defined()) {
-    tenant_of(stand_in_)->param = nullptr; // the handle may hold it on
+  if (Tenant* tenant = tenant_of(stand_in_)) { // none if the user gave the handle's gradient other data
+    tenant->param = nullptr; // the handle may hold it on
   }
 }
 

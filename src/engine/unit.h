@@ -159,6 +159,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void separate_reductions(bool separate);
   /// Buffers of the unit's groups lie in memory of their backends, where these have any to give.
   void use_backend_memory(bool enable);
+  /// What was chosen of the above for another unit. Collective.
+  void exchange_as(const Unit& other);
   bool has_other_gather_group() const;
 
   // -- shards
@@ -229,8 +231,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<Runtime> runtime_;
   int number_ = 0;
   Unit* parent_ = nullptr;
-  CollectiveFn reduce_scatter_; // of the user's, or empty
-  bool separate_reductions_ = false;
+  struct Exchange {
+    CollectiveFn all_gather, reduce_scatter; // of the user's, or empty
+    bool separate_reductions = false, backend_memory = false;
+  };
+  Exchange exchange_;
   UnitState state_ = UnitState::kSharded;
   bool on_meta_ = false; // some parameters are
   int awaiting_ = 0; // parameters whose gradients are expected

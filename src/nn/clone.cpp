@@ -169,6 +169,10 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
     options.ignored_params = left_to_others(module, *copy, *recipe.unit);
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
+    Unit& unit = *sharded_copy.unit();
+    auto lock = unit.runtime().lock();
+    engine::InternalScope scope;
+    unit.exchange_as(*recipe.unit);
   }
   return copy;
 }

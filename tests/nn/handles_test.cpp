@@ -407,6 +407,45 @@ TEST_P(Handles, ACloneTrainsAsTheOriginal) {
   });
 }
 
+TEST_P(Handles, ACloneExchangesAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    auto inner = fully_shard(*model->first);
+    fully_shard(*model);
+    int gathers = 0, reductions = 0;
+    inner.set_custom_all_gather([&](at::Tensor& output, const at::Tensor& input, Group& group) {
+      ++gathers;
+      output.copy_(input.repeat({group.size()}));
+    });
+    inner.set_custom_reduce_scatter([&](at::Tensor& output, const at::Tensor& input, Group&) {
+      ++reductions;
+      output.copy_(input.narrow(0, 0, output.numel()));
+    });
+    const auto copy = fsdp::clone(model);
+    gathers = reductions = 0;
+    copy->forward(torch::ones({2, 5})).sum().backward();
+    EXPECT_EQ(gathers, 1);
+    EXPECT_EQ(reductions, 1);
+  });
+}
+
+TEST_P(Handles, AHandlesGradientThatWasGivenOtherData) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 3);
+    const at::Tensor handle = model->weight;
+    fully_shard(*model);
+    const auto step = [&] {
+      model->zero_grad();
+      model->forward(torch::ones({2, 4})).sum().backward();
+      return model->parameters()[0].grad().clone();
+    };
+    const auto expected = step();
+    handle.mutable_grad().set_data(torch::ones({3, 4}));
+    EXPECT_TRUE(torch::equal(step(), expected));
+    handle.mutable_grad().set_data(torch::ones({3, 4}));
+  });
+}
+
 TEST_P(Handles, CloneLeavesAloneWhatTheOriginalLeftAlone) {
   on_threads(GetParam(), [] {
     auto model = std::make_shared<CopyableImpl>();

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, check_training, loss_of, mine, mlp, needs_mesh_of_a_parameter, rows, seeded, whole
+from subjects import check_same, check_training, loss_of, mine, mlp, needs_mesh_of_a_parameter, reference_backward, rows, seeded, whole
 
 
 def sharded(mesh, **options):
@@ -65,6 +65,50 @@ def test_from_group():
     group = dist.new_group([0, 1])
     mesh = DeviceMesh.from_group(group, "cpu")
     check_training(sharded(mesh), seeded(mlp), loss_of, (5,), exact=True, steps=2)
+
+
+class WrittenInPython(dist.ProcessGroup):
+    """A user's own, without most of PyTorch's collectives."""
+
+    def __init__(self, store, rank, size, timeout):
+        super().__init__(rank, size)
+        self.gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def allgather(self, *arguments):
+        return self.gloo.allgather(*arguments)
+
+    def allreduce(self, *arguments):
+        return self.gloo.allreduce(*arguments)
+
+    def getBackendName(self):
+        return "written_in_python"
+
+    def setGroupName(self, name):
+        self.name = name
+
+    def getGroupName(self):
+        return self.name
+
+    def setGroupDesc(self, description):
+        pass
+
+
+@on_ranks(2)
+def test_a_process_group_written_in_python():
+    dist.Backend.register_backend("written_in_python", WrittenInPython, devices=["cpu"])
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1], backend="written_in_python"), "cpu")
+    model, reference = sharded(mesh), seeded(mlp)
+    ours, theirs = (torch.optim.AdamW(each.parameters(), 1e-2) for each in (model, reference))
+    for step in range(3):
+        batch = rows(step, 5)
+        loss_of(model, mine(batch)).backward()
+        reference_backward(reference, loss_of, batch)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    with libfsdp.summon_full_params(model):  # DTensor's full_tensor() needs a group that PyTorch made
+        for ours, theirs in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(ours.detach(), theirs.detach())
 
 
 @on_ranks(4, comm=("shm",))

@@ -35,7 +35,7 @@ c10d::ReduceOp::RedOpType c10d_op(ReduceOp op) {
 bool says_unsupported(const c10::Error& error) {
   const std::string text = error.what_without_backtrace();
   return text.find("support") != std::string::npos || text.find("implement") != std::string::npos ||
-         text.find("Could not run") != std::string::npos;
+         text.find("Could not run") != std::string::npos || text.find("No backend type") != std::string::npos;
 }
 
 /// Runs `call` unless the backend is known to lack it. Returns nothing when it does, and remembers.

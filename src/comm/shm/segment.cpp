@@ -43,7 +43,7 @@ SegmentId identify(int fd, size_t bytes) {
   return {static_cast<int32_t>(getpid()), fd, status.st_dev, status.st_ino, bytes};
 }
 
-char* map(int fd, size_t bytes, int protection) {
+Mapping map(int fd, size_t bytes, int protection) {
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
   FSDP_CHECK(
       memory != MAP_FAILED,
@@ -52,7 +52,7 @@ char* map(int fd, size_t bytes, int protection) {
       ": ",
       reason(),
       "; raise the limits on address space and mappings (ulimit -v, vm.max_map_count)");
-  return static_cast<char*>(memory);
+  return {static_cast<char*>(memory), Unmap{bytes}};
 }
 
 // Closes a descriptor at the end of a scope.
@@ -69,6 +69,10 @@ struct Descriptor {
 };
 
 } // namespace
+
+void Unmap::operator()(char* memory) const {
+  munmap(memory, bytes);
+}
 
 std::string SegmentId::packed() const {
   return {reinterpret_cast<const char*>(this), sizeof(*this)};
@@ -129,11 +133,6 @@ Segment::Segment(const SegmentId& id, int fd, Access access) : id_(id) {
 }
 
 Segment::~Segment() {
-  for (char* memory : {writable_, readable_}) {
-    if (memory) {
-      munmap(memory, id_.bytes);
-    }
-  }
   hide();
   std::lock_guard lock(registry().mutex);
   const auto found = registry().segments.find(key(id_));

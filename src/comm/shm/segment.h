@@ -19,6 +19,12 @@ struct SegmentId {
   static SegmentId unpacked(const std::string& bytes);
 };
 
+struct Unmap {
+  size_t bytes = 0;
+  void operator()(char* memory) const;
+};
+using Mapping = std::unique_ptr<char, Unmap>;
+
 enum class Access { kRead, kWrite, kReadAndWrite };
 
 /// Memory that ranks share: a memfd and this process's mappings of it. A memfd has no name in any file system, so
@@ -42,11 +48,11 @@ class Segment {
   }
   /// The mapping that may be written; null unless opened with it.
   char* writable() const {
-    return writable_;
+    return writable_.get();
   }
   /// The mapping that may only be read, if opened with it, else the writable one.
   const char* readable() const {
-    return readable_ ? readable_ : writable_;
+    return readable_ ? readable_.get() : writable_.get();
   }
   /// Closes the creator's descriptor: from now on nobody can open the segment. Idempotent.
   void hide();
@@ -58,8 +64,7 @@ class Segment {
 
   SegmentId id_;
   int own_fd_ = -1; // of the creator, until hidden
-  char* writable_ = nullptr;
-  char* readable_ = nullptr;
+  Mapping writable_, readable_;
 };
 
 } // namespace fsdp::shm
