@@ -88,9 +88,7 @@ void note_use(Param& param, const at::Tensor& view, Phase phase) {
 }
 
 void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
-  if (param.is_handle(view)) { // a view of it was made of one that had followed
-    param.follow_requires_grad();
-  }
+  param.follow_requires_grad();
   if (param.shard_was_replaced()) { // before a view takes the former dtype along
     WithoutCallersLock no_callers_lock;
     auto lock = param.unit().runtime().lock();
