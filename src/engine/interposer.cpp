@@ -349,15 +349,14 @@ TORCH_LIBRARY_IMPL(_, DeferredInit, library) {
 
 // The operators of the commonest layers. None of them writes, or keeps the dtype of, one of its arguments.
 TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
-  using namespace at::_ops;
   using fsdp::engine::Unboxed;
-  library.impl("t", TORCH_FN(Unboxed<t>::intercept));
-  library.impl("transpose.int", TORCH_FN(Unboxed<transpose_int>::intercept));
-  library.impl("mm", TORCH_FN(Unboxed<mm>::intercept));
-  library.impl("addmm", TORCH_FN(Unboxed<addmm>::intercept));
-  library.impl("embedding", TORCH_FN(Unboxed<embedding>::intercept));
-  library.impl("native_layer_norm", TORCH_FN(Unboxed<native_layer_norm>::intercept));
-  library.impl("native_layer_norm_backward", TORCH_FN(Unboxed<native_layer_norm_backward>::intercept));
+  library.impl("t", TORCH_FN(Unboxed<at::_ops::t>::intercept));
+  library.impl("transpose.int", TORCH_FN(Unboxed<at::_ops::transpose_int>::intercept));
+  library.impl("mm", TORCH_FN(Unboxed<at::_ops::mm>::intercept));
+  library.impl("addmm", TORCH_FN(Unboxed<at::_ops::addmm>::intercept));
+  library.impl("embedding", TORCH_FN(Unboxed<at::_ops::embedding>::intercept));
+  library.impl("native_layer_norm", TORCH_FN(Unboxed<at::_ops::native_layer_norm>::intercept));
+  library.impl("native_layer_norm_backward", TORCH_FN(Unboxed<at::_ops::native_layer_norm_backward>::intercept));
 }
 
 TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, library) {
