@@ -10,7 +10,18 @@ from torch.distributed.tensor import Replicate, Shard
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, check_training, loss_of, mine, mlp, needs_mesh_of_a_parameter, reference_backward, rows, seeded, whole
+from subjects import (
+    check_same,
+    check_training,
+    loss_of,
+    mine,
+    mlp,
+    needs_mesh_of_a_parameter,
+    reference_backward,
+    rows,
+    seeded,
+    whole,
+)
 
 
 def sharded(mesh, **options):

@@ -19,6 +19,7 @@ struct SegmentId {
   static SegmentId unpacked(const std::string& bytes);
 };
 
+/// Ends a mapping of this process.
 struct Unmap {
   size_t bytes = 0;
   void operator()(char* memory) const;
