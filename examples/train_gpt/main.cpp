@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <iostream>
 #include <numbers>
-#include <thread>
 
 #include <fsdp/fsdp.h>
 #include <torch/cuda.h>
@@ -30,7 +29,7 @@ void choose_threads(const Options& options, const Team& team) {
   if (options.threads > 0) {
     torch::set_num_threads(static_cast<int>(options.threads));
   } else if (!std::getenv("OMP_NUM_THREADS")) {
-    int64_t cores = std::thread::hardware_concurrency();
+    const int64_t cores = torch::get_num_threads(); // those that this process may use
     torch::set_num_threads(static_cast<int>(std::max<int64_t>(cores / team.on_this_host(), 1)));
   }
 }

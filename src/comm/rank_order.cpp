@@ -157,66 +157,67 @@ FSDP_INLINE void reduce_block(const Reduction& reduction, int64_t begin, int64_t
 }
 
 template <typename Stored, typename Operation>
-FSDP_INLINE void reduce_as(const Reduction& reduction) {
-  for (int64_t begin = 0; begin < reduction.count; begin += kBlock) {
-    reduce_block<Stored, Operation>(reduction, begin, std::min(kBlock, reduction.count - begin));
+FSDP_INLINE void reduce_as(const Reduction& reduction, int64_t begin, int64_t end) {
+  for (; begin < end; begin += kBlock) {
+    reduce_block<Stored, Operation>(reduction, begin, std::min(kBlock, end - begin));
   }
 }
 
 template <typename Stored>
-FSDP_INLINE void reduce_by(const Reduction& reduction) {
+FSDP_INLINE void reduce_by(const Reduction& reduction, int64_t begin, int64_t end) {
   switch (reduction.combine) {
     case Combine::kSum:
-      return reduce_as<Stored, Sum>(reduction);
+      return reduce_as<Stored, Sum>(reduction, begin, end);
     case Combine::kMax:
-      return reduce_as<Stored, Max>(reduction);
+      return reduce_as<Stored, Max>(reduction, begin, end);
     case Combine::kMin:
-      return reduce_as<Stored, Min>(reduction);
+      return reduce_as<Stored, Min>(reduction, begin, end);
   }
 }
 
-FSDP_INLINE void reduce_any(const Reduction& reduction) {
+FSDP_INLINE void reduce_any(const Reduction& reduction, int64_t begin, int64_t end) {
   switch (reduction.number) {
     case Number::kFloat:
-      return reduce_by<float>(reduction);
+      return reduce_by<float>(reduction, begin, end);
     case Number::kDouble:
-      return reduce_by<double>(reduction);
+      return reduce_by<double>(reduction, begin, end);
     case Number::kHalf:
-      return reduce_by<Half>(reduction);
+      return reduce_by<Half>(reduction, begin, end);
     case Number::kBFloat16:
-      return reduce_by<BFloat16>(reduction);
+      return reduce_by<BFloat16>(reduction, begin, end);
     case Number::kInt8:
-      return reduce_by<int8_t>(reduction);
+      return reduce_by<int8_t>(reduction, begin, end);
     case Number::kUInt8:
-      return reduce_by<uint8_t>(reduction);
+      return reduce_by<uint8_t>(reduction, begin, end);
     case Number::kInt16:
-      return reduce_by<int16_t>(reduction);
+      return reduce_by<int16_t>(reduction, begin, end);
     case Number::kInt32:
-      return reduce_by<int32_t>(reduction);
+      return reduce_by<int32_t>(reduction, begin, end);
     case Number::kInt64:
-      return reduce_by<int64_t>(reduction);
+      return reduce_by<int64_t>(reduction, begin, end);
     case Number::kBool:
-      return reduce_by<bool>(reduction);
+      return reduce_by<bool>(reduction, begin, end);
   }
 }
 
 } // namespace
 
-void reduce_baseline(const Reduction& reduction) {
-  reduce_any(reduction);
+void reduce_baseline(const Reduction& reduction, int64_t begin, int64_t end) {
+  reduce_any(reduction, begin, end);
 }
 
 namespace {
 
-using Kernel = void (*)(const Reduction&);
+using Kernel = void (*)(const Reduction&, int64_t, int64_t);
 
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void reduce_avx2(const Reduction& reduction) {
-  reduce_any(reduction);
+__attribute__((target("avx2"))) void reduce_avx2(const Reduction& reduction, int64_t begin, int64_t end) {
+  reduce_any(reduction, begin, end);
 }
 
-__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) void reduce_avx512(const Reduction& reduction) {
-  reduce_any(reduction);
+__attribute__((target("avx512f,avx512bw,avx512vl,avx512dq"))) void reduce_avx512(
+    const Reduction& reduction, int64_t begin, int64_t end) {
+  reduce_any(reduction, begin, end);
 }
 
 Kernel best_kernel() {
@@ -234,9 +235,9 @@ Kernel best_kernel() {
 
 } // namespace
 
-void reduce(const Reduction& reduction) {
+void reduce(const Reduction& reduction, int64_t begin, int64_t end) {
   static const Kernel kernel = best_kernel();
-  kernel(reduction);
+  kernel(reduction, begin, end);
 }
 
 size_t bytes_of(Number number) {

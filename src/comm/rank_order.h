@@ -20,12 +20,12 @@ struct Reduction {
   int64_t count; ///< numbers
 };
 
-/// result[i] = (((sources[0][i] + sources[1][i]) + sources[2][i]) + ...) / divide_by: always in this order, so the bits
-/// do not depend on which rank does it. Half types are summed in float and rounded once, at the end. Bool sums are
-/// "any".
-void reduce(const Reduction& reduction);
+/// For `begin <= i < end`: result[i] = (((sources[0][i] + sources[1][i]) + sources[2][i]) + ...) / divide_by: always in
+/// this order, so the bits do not depend on which rank does it. Half types are summed in float and rounded once, at the
+/// end. Bool sums are "any".
+void reduce(const Reduction& reduction, int64_t begin, int64_t end);
 /// The same with the instructions that every CPU has. Equal bits.
-void reduce_baseline(const Reduction& reduction);
+void reduce_baseline(const Reduction& reduction, int64_t begin, int64_t end);
 
 /// Bytes of one number.
 size_t bytes_of(Number number);

@@ -245,6 +245,7 @@ void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
   begin_backward();
   Unit& unit = param.unit();
   param.take_gradient(handle, in_checkpoint);
+  reducer_.progress(); // often: gradients in flight are memory
   if (unit.take_ready()) {
     auto keep_alive = unit.shared_from_this();
     if (unit.policy.reshard_after_backward && unit.held == 0 && !unit.requested) {

@@ -6,9 +6,11 @@
 #include <vector>
 
 #include <ATen/ATen.h>
+#include <ATen/Parallel.h>
 #include <gtest/gtest.h>
 
 #include "comm/group_checks.h"
+#include "comm/reduce.h"
 
 namespace fsdp::rank_order {
 namespace {
@@ -60,7 +62,7 @@ class Reduce : public ::testing::TestWithParam<void (*)(const Reduction&)> {};
 TEST_P(Reduce, EveryDtypeIsSummedInRankOrder) {
   for (const auto& [number, dtype] : kCases) {
     for (const int ranks : {1, 2, 3, 8}) {
-      for (const int64_t count : {0, 1, 7, 2048, 2049, 10'000}) {
+      for (const int64_t count : {0, 1, 7, 2048, 2049, 100'001}) {
         std::vector<at::Tensor> of_ranks;
         for (int r = 0; r < ranks; ++r) {
           of_ranks.push_back(numbers(count, dtype, r));
@@ -126,10 +128,27 @@ TEST_P(Reduce, TheResultMayBeASource) {
   EXPECT_TRUE(same_bits(a, expected));
 }
 
-std::string kernel_name(const ::testing::TestParamInfo<void (*)(const Reduction&)>& info) {
-  return info.param == &reduce ? "Best" : "Baseline";
+void best(const Reduction& reduction) {
+  reduce(reduction, 0, reduction.count);
 }
-INSTANTIATE_TEST_SUITE_P(Kernels, Reduce, ::testing::Values(&reduce, &reduce_baseline), kernel_name);
+
+void baseline(const Reduction& reduction) {
+  reduce_baseline(reduction, 0, reduction.count);
+}
+
+void on_threads(const Reduction& reduction) {
+  const int threads = at::get_num_threads();
+#ifndef __SANITIZE_THREAD__ // which knows nothing of OpenMP's barriers
+  at::set_num_threads(3);
+#endif
+  fsdp::reduce(reduction);
+  at::set_num_threads(threads);
+}
+
+std::string kernel_name(const ::testing::TestParamInfo<void (*)(const Reduction&)>& info) {
+  return info.param == &best ? "Best" : info.param == &baseline ? "Baseline" : "OnThreads";
+}
+INSTANTIATE_TEST_SUITE_P(Kernels, Reduce, ::testing::Values(&best, &baseline, &on_threads), kernel_name);
 
 } // namespace
 } // namespace fsdp::rank_order

@@ -58,6 +58,17 @@ TEST(Blocks, TheSameSizeGetsTheSameBlockAgain) {
   EXPECT_EQ(blocks.take(3 * kMebibyte).offset, second.offset);
 }
 
+TEST(Blocks, TheLastFreeBlockGrows) {
+  Blocks blocks(8 * kMebibyte);
+  blocks.take(2 * kMebibyte);
+  const auto last = blocks.take(2 * kMebibyte);
+  blocks.give_back(last.offset, 7);
+  const auto bigger = blocks.take(6 * kMebibyte);
+  EXPECT_EQ(bigger.offset, last.offset) << "and the rest was never used";
+  EXPECT_EQ(bigger.stamp, 7u);
+  EXPECT_EQ(blocks.take(kMebibyte).bytes, 0u) << "it is full";
+}
+
 TEST(Blocks, StampsTellTheNewestUseOfAnyPart) {
   Blocks blocks(64 * kMebibyte);
   const size_t first = blocks.take(kMebibyte).offset;

@@ -71,6 +71,16 @@ struct Arrangement {
   }
 };
 
+/// The whole of a sharded parameter. Collective.
+inline at::Tensor whole_of(const torch::nn::Module& module, const std::string& name) {
+  for (const auto& [path, shard] : named_parameters(module)) {
+    if (path == name) {
+      return sharded(shard).full_tensor();
+    }
+  }
+  throw std::runtime_error("no parameter " + name);
+}
+
 inline at::Tensor plus(const at::Tensor& sum, const at::Tensor& next) {
   return !next.defined() ? sum : (sum.defined() ? sum + next : next.clone());
 }

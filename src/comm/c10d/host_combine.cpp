@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include "comm/rank_order.h"
+#include "comm/reduce.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -53,7 +54,7 @@ bool combines_on_host(c10::ScalarType dtype) {
 }
 
 void combine_on_host(const at::Tensor& result, const std::vector<const void*>& sources, ReduceOp op, double divide_by) {
-  rank_order::reduce({
+  reduce({
       .number = number_of(result.scalar_type()).value(),
       .combine = combine_of(op),
       .divide_by = divide_by,

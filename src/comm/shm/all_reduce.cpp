@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/reduce.h"
 #include "comm/shm/publication.h"
 #include "comm/shm/whole.h"
 

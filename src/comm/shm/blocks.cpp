@@ -18,22 +18,38 @@ size_t rounded(size_t bytes) {
 
 Blocks::Block Blocks::take(size_t bytes) {
   bytes = rounded(std::max<size_t>(bytes, 1));
+  const auto fit = by_size_.lower_bound({bytes, 0});
+  const Block block = fit != by_size_.end() ? cut(free_.find(fit->second), bytes) : extend(bytes);
+  if (block.bytes > 0) {
+    taken_[block.offset] = bytes;
+    bytes_in_use_ += bytes;
+  }
+  return block;
+}
+
+Blocks::Block Blocks::cut(FreeMap::iterator free, size_t bytes) {
+  const Block whole{free->first, free->second.bytes, free->second.stamp};
+  erase_free(free);
+  if (whole.bytes > bytes) {
+    insert_free({whole.offset + bytes, whole.bytes - bytes, whole.stamp});
+  }
+  return {whole.offset, bytes, whole.stamp};
+}
+
+// Begins in the last free block, if nothing is in use behind it.
+Blocks::Block Blocks::extend(size_t bytes) {
   Block block{top_, bytes, 0};
-  if (const auto fit = by_size_.lower_bound({bytes, 0}); fit != by_size_.end()) {
-    const auto found = free_.find(fit->second);
-    const Block whole{found->first, found->second.bytes, found->second.stamp};
-    erase_free(found);
-    if (whole.bytes > bytes) {
-      insert_free({whole.offset + bytes, whole.bytes - bytes, whole.stamp});
-    }
-    block = {whole.offset, bytes, whole.stamp};
-  } else if (bytes <= capacity_ - top_) {
-    top_ += bytes;
-  } else {
+  const auto last = free_at_top();
+  if (last != free_.end()) {
+    block = {last->first, bytes, last->second.stamp};
+  }
+  if (bytes > capacity_ - block.offset) {
     return {0, 0, 0};
   }
-  taken_[block.offset] = bytes;
-  bytes_in_use_ += bytes;
+  if (last != free_.end()) {
+    erase_free(last);
+  }
+  top_ = block.offset + bytes;
   return block;
 }
 
@@ -69,9 +85,13 @@ Blocks::FreeMap::iterator Blocks::erase_free(FreeMap::iterator block) {
   return free_.erase(block);
 }
 
+Blocks::FreeMap::iterator Blocks::free_at_top() {
+  const auto last = free_.empty() ? free_.end() : std::prev(free_.end());
+  return last != free_.end() && last->first + last->second.bytes == top_ ? last : free_.end();
+}
+
 void Blocks::drop_top() {
-  if (!free_.empty() && std::prev(free_.end())->first + std::prev(free_.end())->second.bytes == top_) {
-    const auto last = std::prev(free_.end());
+  if (const auto last = free_at_top(); last != free_.end()) {
     top_ = last->first;
     erase_free(last);
   }

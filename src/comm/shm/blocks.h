@@ -45,6 +45,9 @@ class Blocks {
   };
   using FreeMap = std::map<size_t, Free>;
 
+  Block cut(FreeMap::iterator free, size_t bytes);
+  Block extend(size_t bytes);
+  FreeMap::iterator free_at_top(); // the end if there is none
   void insert_free(Block block);
   FreeMap::iterator erase_free(FreeMap::iterator block);
   void drop_top();

@@ -170,6 +170,7 @@ class QueuedWork final : public Work {
     if (!last_step_->done) {
       collectives_->advance();
     }
+    collectives_->release_kept();
     return last_step_->done || collectives_->members().failed(); // then `wait` throws at once
   }
   void wait() override {

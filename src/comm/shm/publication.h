@@ -13,7 +13,6 @@ namespace fsdp::shm {
 using rank_order::bytes_of;
 using rank_order::Combine;
 using rank_order::Number;
-using rank_order::reduce;
 using rank_order::Reduction;
 
 /// Tensors of this rank that the others are to read, where they are if the others can see them there, else copied.

@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "comm/arguments.h"
+#include "comm/reduce.h"
 #include "comm/shm/publication.h"
 
 namespace fsdp::shm {

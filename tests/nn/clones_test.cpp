@@ -1,0 +1,159 @@
+// A copy of a sharded model is sharded as the original is, with shards of its own.
+
+#include "engine/bucket.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/parity.h"
+#include "nn/subjects.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+class Clones : public ::testing::TestWithParam<int> {};
+
+struct CopyableImpl : nn::Cloneable<CopyableImpl> {
+  CopyableImpl() {
+    CopyableImpl::reset();
+  }
+  void reset() override {
+    first = register_module("first", nn::Linear(5, 4));
+    second = register_module("second", nn::Linear(4, 3));
+    uses = register_parameter("uses", torch::zeros({5}, torch::kLong), /*requires_grad=*/false);
+    mean = register_buffer("mean", torch::zeros({2}));
+    batches = register_buffer("batches", torch::zeros({}, torch::kLong));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return second(torch::tanh(first(x)));
+  }
+  nn::Linear first{nullptr}, second{nullptr};
+  at::Tensor uses, mean, batches;
+};
+
+TEST_P(Clones, HaveAsManyRootsAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model->second);
+    const auto copy = clone(*model);
+    for (const auto& [path, parameter] : named_parameters(*copy)) {
+      EXPECT_EQ(is_sharded(parameter), path != "uses") << path;
+    }
+  });
+}
+
+TEST_P(Clones, AreAShardedCopyWithItsOwnShards) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model, {.reshard_after_forward = true});
+    model->named_parameters()["first.bias"].set_requires_grad(false);
+    auto copy = fsdp::clone(model);
+    EXPECT_TRUE(is_fsdp(*copy->first));
+    EXPECT_FALSE(copy->named_parameters()["first.bias"].requires_grad());
+    EXPECT_EQ(describe(*copy).str(), describe(*model).str()); // unit by unit
+    const auto x = torch::ones({2, 5});
+    EXPECT_TRUE(torch::equal(copy->forward(x), model->forward(x)));
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& shard : model->parameters()) {
+        shard.fill_(1);
+      }
+      for (auto& shard : copy->parameters()) {
+        shard.fill_(0);
+      }
+      model->mean.fill_(1);
+      model->batches.fill_(7);
+    }
+    ema_update_(*copy, *model, 0.75);
+    EXPECT_TRUE(torch::equal(whole_of(*copy, "uses"), torch::ones({5}, torch::kLong))); // counts have no average
+    EXPECT_TRUE(torch::equal(copy->mean, torch::ones({2})));
+    EXPECT_EQ(copy->batches.item<int64_t>(), 7);
+    EXPECT_TRUE(torch::equal(whole_of(*copy, "second.weight"), torch::full({3, 4}, 0.25)));
+    EXPECT_TRUE(torch::equal(whole_of(*model, "second.weight"), torch::ones({3, 4})));
+  });
+}
+
+TEST_P(Clones, TrainAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model);
+    const auto copy = fsdp::clone(model);
+    const auto train = [](CopyableImpl& module) {
+      torch::optim::AdamW optimizer(parameters(module), torch::optim::AdamWOptions(1e-2));
+      std::vector<float> losses;
+      for (int step = 0; step < 10; ++step) {
+        optimizer.zero_grad();
+        const auto loss = module.forward(subjects::data(rank(), step, {2, 5})).pow(2).mean();
+        loss.backward();
+        losses.push_back(loss.item<float>());
+        optimizer.step();
+      }
+      return losses;
+    };
+    EXPECT_EQ(train(*copy), train(*model));
+    for (const char* name : {"first.weight", "second.bias"}) {
+      EXPECT_TRUE(torch::equal(whole_of(*copy, name), whole_of(*model, name))) << name;
+    }
+  });
+}
+
+TEST_P(Clones, ExchangeAsTheOriginal) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    auto inner = fully_shard(*model->first);
+    fully_shard(*model);
+    int gathers = 0, reductions = 0;
+    inner.set_custom_all_gather([&](at::Tensor& output, const at::Tensor& input, Group& group) {
+      ++gathers;
+      output.copy_(input.repeat({group.size()}));
+    });
+    inner.set_custom_reduce_scatter([&](at::Tensor& output, const at::Tensor& input, Group&) {
+      ++reductions;
+      output.copy_(input.narrow(0, 0, output.numel()));
+    });
+    const auto copy = fsdp::clone(model);
+    gathers = reductions = 0;
+    copy->forward(torch::ones({2, 5})).sum().backward();
+    EXPECT_EQ(gathers, 1);
+    EXPECT_EQ(reductions, 1);
+  });
+}
+
+TEST_P(Clones, HaveReductionGroupsOfTheirOwnAsTheOriginalHas) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    auto inner = fully_shard(*model->first);
+    fully_shard(*model);
+    inner.set_separate_reduce_scatter_group();
+    const auto copy = fsdp::clone(model);
+    const auto is_apart = [](nn::Module& module) {
+      const auto& bucket = *as_fsdp(module).unit()->buckets()[0];
+      return bucket.reduce_group != bucket.gather_group;
+    };
+    EXPECT_TRUE(is_apart(*copy->first));
+    EXPECT_FALSE(is_apart(*copy));
+    EXPECT_NE(
+        as_fsdp(*copy->first).unit()->buckets()[0]->reduce_group,
+        as_fsdp(*model->first).unit()->buckets()[0]->gather_group);
+  });
+}
+
+TEST_P(Clones, LeaveAloneWhatTheOriginalLeftAlone) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first, {.ignored_params = {model->first->bias}});
+    fully_shard(*model, {.ignored_params = {model->second->bias}});
+    auto copy = fsdp::clone(model);
+    EXPECT_EQ(describe(*copy).str(), describe(*model).str());
+    EXPECT_FALSE(is_sharded(copy->second->bias));
+    ema_update_(*copy, *model, 0.5);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, Clones, ::testing::Values(1, 2, 3, 4));
+
+} // namespace
+} // namespace fsdp::testing
