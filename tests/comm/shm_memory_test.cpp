@@ -140,7 +140,8 @@ TEST(ShmMemory, GradientsAreNotCopied) {
     const at::Tensor slice = at::zeros({chunk});
     const auto step = [&] {
       group->reduce_scatter({{at::ones({numel})}, {chunk}, {slice}, 1}, kTest)->wait();
-      group->barrier(kTest);
+      group->barrier(kTest); // all have read it ...
+      group->barrier(kTest); // ... and all let go of it
     };
     const double empty = memory_of_ranks(*group);
     step();

@@ -189,8 +189,8 @@ Place expected_place(const Loss& loss) {
       return {{"fully_shard"}, "fsdp::testing::subjects::BlockImpl"};
     case Moment::kForward:
       return {{"unshard"}, "(root)"};
-    case Moment::kBackward:
-      return shares_memory ? Place{{"reduce gradients"}, "blocks.2"} : Place{{"unshard"}, "blocks.1"};
+    case Moment::kBackward: // a slower survivor may be told in its next gather
+      return shares_memory ? Place{{"reduce gradients", "unshard"}, "blocks.2"} : Place{{"unshard"}, "blocks.1"};
     case Moment::kReduce: // of the last unit, which others may not have behind them
       return {{"reduce gradients", shares_memory ? "write shards" : "unshard"}, "(root)"};
     case Moment::kOptimizer:
