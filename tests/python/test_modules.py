@@ -252,6 +252,29 @@ def test_dataclasses_are_cast_as_they_are():
 
 
 @on_ranks(2, comm=("shm",))
+def test_packed_sequences_are_cast_and_trained_on():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 5, batch_first=True), nn.Linear(5, 2)
+
+        def forward(self, packed):
+            self.given = packed
+            return self.head(self.lstm(packed)[0].data)
+
+    packed = nn.utils.rnn.pack_padded_sequence(mine(rows(0, 3, 4)), [3, 1, 3, 2], batch_first=True, enforce_sorted=False)
+    model = fully_shard(seeded(Tagger), mp_policy=libfsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    out = model(packed)
+    assert packed.data.dtype == torch.float32
+    assert type(model.given) is type(packed) and model.given.data.dtype == torch.bfloat16
+    assert model.given.batch_sizes.equal(packed.batch_sizes)
+    assert model.given.unsorted_indices.equal(packed.unsorted_indices)
+    assert out.equal(seeded(Tagger).bfloat16()(packed.to(torch.bfloat16)))
+    out.float().pow(2).mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(2, comm=("shm",))
 def test_max_norm_is_refused_where_ranks_would_disagree():
     model = fully_shard(nn.Embedding(6, 4, max_norm=1.0))
     with pytest.raises(libfsdp.Error, match="max_norm renormalizes the rows of 'weight'"):
