@@ -152,7 +152,7 @@ TEST(ShmMemory, GradientsAreNotCopied) {
     for (int i = 0; i < 10; ++i) {
       step();
     }
-    EXPECT_LT(memory_of_ranks(*group) - before, 2) << "the same memory every step";
+    EXPECT_LT(memory_of_ranks(*group) - before, 16) << "the same memory every step: another block would be 32 MiB";
     EXPECT_TRUE(slice.eq(static_cast<float>(group->size())).all().item<bool>());
   };
   on_processes(2, body);
