@@ -105,20 +105,17 @@ class HostSum final : public Packed {
  private:
   void conclude() override {
     release();
+    const int64_t item = args_.slices.front().element_size();
+    const char* rows = static_cast<const char*>(received_.const_data_ptr());
     std::vector<const void*> sources(static_cast<size_t>(channel_->size()));
     for (size_t i = 0; i < args_.slices.size(); ++i) {
-      for (size_t rank = 0; rank < sources.size(); ++rank) {
-        sources[rank] = received_from(rank, i);
+      const char* from = rows + layout_.offset(i) * item;
+      for (const void*& source : sources) {
+        source = std::exchange(from, from + layout_.row() * item);
       }
       combine_on_host(args_.slices[i], sources, ReduceOp::kSum, args_.divide_by);
     }
     channel_->pool().give_back(std::exchange(received_, at::Tensor()));
-  }
-
-  const char* received_from(size_t rank, size_t tensor) const {
-    const int64_t item = args_.slices[tensor].element_size();
-    const int64_t place = static_cast<int64_t>(rank) * layout_.row() + layout_.offset(tensor);
-    return static_cast<const char*>(received_.const_data_ptr()) + place * item;
   }
 
   at::Tensor received_; // from the pool; row r came from rank r
