@@ -1,5 +1,6 @@
 #pragma once
 
+#include <optional>
 #include <utility>
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -10,6 +11,19 @@
 #include "engine/tenant.h"
 
 namespace fsdp::engine {
+
+/// Leaves inference mode, if a thread is in it: asking takes less time than leaving.
+class NoInferenceMode {
+ public:
+  NoInferenceMode() {
+    if (c10::InferenceMode::is_enabled()) {
+      left_.emplace(false);
+    }
+  }
+
+ private:
+  std::optional<c10::InferenceMode> left_;
+};
 
 /// The engine's own operators: not recorded (and no views of anything, to autograd), not cast, and no touches.
 class InternalScope {
@@ -39,7 +53,7 @@ class InternalScope {
   }
 
   c10::impl::LocalDispatchKeySet callers_ = c10::impl::tls_local_dispatch_key_set(); // taken before the guards below
-  c10::InferenceMode no_inference_{false}; // what is made here may be trained later
+  NoInferenceMode no_inference_; // what is made here may be trained later
   c10::AutoGradMode grad_mode_{false};
   c10::impl::ExcludeDispatchKeyGuard no_touch_;
 };
@@ -70,7 +84,7 @@ class OutermostScope {
   OutermostScope& operator=(const OutermostScope&) = delete;
 
  private:
-  c10::InferenceMode no_inference_{false};
+  NoInferenceMode no_inference_;
   c10::impl::ForceDispatchKeyGuard keys_{
       c10::default_included_set, c10::default_excluded_set | c10::DispatchKeySet({kKey, kInnerKey})};
   c10::AutoGradMode grad_mode_{false};

@@ -121,6 +121,9 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   runtime.order_reduce();
   StreamGuard on_stream(runtime.reduce_stream());
   ReduceScatter args;
+  for (auto* tensors : {&args.wholes, &args.slices}) {
+    tensors->reserve(bucket.params().size());
+  }
   int64_t numel = 0;
   const bool alone = bucket.reduce_group->size() == 1;
   for (Param* param : bucket.params()) {

@@ -65,6 +65,25 @@ TEST(C10dForeign, BuffersComeFromTheBackendWhereThatIsWanted) {
       &sparse);
 }
 
+TEST(C10dForeign, RowsThatWouldBeMostlyPaddingAreNotSent) {
+  run_foreign(
+      3,
+      [](const GroupPointer& group) {
+        const auto all_reduced = [&](std::vector<int64_t> numels) {
+          Sparse::all_reduced = 0;
+          auto reduced = start_reduce(*group, {.numels = std::move(numels), .divide_by = 2, .simple = true});
+          reduced.work->wait();
+          reduced.expect_equal();
+          return Sparse::all_reduced;
+        };
+        EXPECT_EQ(all_reduced(std::vector<int64_t>(6000, 1)), 6000);
+        EXPECT_EQ(all_reduced(std::vector<int64_t>(6000, 2)), 0) << "a third of it is padding";
+        EXPECT_EQ(all_reduced({1}), 0) << "too little to matter";
+        group->barrier(kTest);
+      },
+      &sparse);
+}
+
 TEST(C10dForeign, BackendsWithoutMemoryOfTheirOwnUseLibTorchs) {
   run_foreign(
       2,

@@ -229,6 +229,22 @@ TEST_P(Conformance, ReduceScatterTakesManyTensors) {
   });
 }
 
+// As rows of equal length they would be mostly padding.
+TEST_P(Conformance, ReduceScatterTakesThousandsOfSingleNumbers) {
+  run([](const GroupPointer& group) {
+    ToReduce many{.numels = std::vector<int64_t>(6000, 1), .divide_by = 4, .simple = true};
+    many.numels[1] = 5;
+    many.numels[2] = 0;
+    for (const auto dtype : {at::kFloat, at::kHalf, at::kInt}) {
+      many.dtype = dtype;
+      auto reduced = start_reduce(*group, many);
+      reduced.work->wait();
+      reduced.expect_equal();
+    }
+    group->barrier(kTest);
+  });
+}
+
 TEST_P(Conformance, ManyReductionsMayBeInFlight) {
   run([](const GroupPointer& group) {
     std::mt19937 random(static_cast<unsigned>(group->rank()));

@@ -41,6 +41,7 @@ class Sparse final : public c10d::Backend {
     return gloo_->allgather(outputs, inputs, options);
   }
   C10dWork allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    all_reduced += tensors[0].numel();
     return gloo_->allreduce(tensors, options);
   }
   C10dWork broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
@@ -57,6 +58,7 @@ class Sparse final : public c10d::Backend {
     return at::empty({size}, options);
   }
   inline static int allocated = 0; ///< tensors in memory of its own
+  inline static int64_t all_reduced = 0; ///< numbers
 
  private:
   c10::intrusive_ptr<Gloo> gloo_;

@@ -69,11 +69,6 @@ class HostAllReduce final : public StreamedWork {
   at::Tensor received_;
 };
 
-/// All host backends of c10d combine these; Gloo and MPI know little beyond.
-bool host_backends_combine(c10::ScalarType dtype) {
-  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong;
-}
-
 bool combine_here(const at::Tensor& tensor) {
   return tensor.device().is_cpu() && combines_on_host(tensor.scalar_type()) &&
          (tensor.nbytes() <= kSmallBytes || !host_backends_combine(tensor.scalar_type()));

@@ -53,6 +53,10 @@ bool combines_on_host(c10::ScalarType dtype) {
   return number_of(dtype).has_value();
 }
 
+bool host_backends_combine(c10::ScalarType dtype) {
+  return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong;
+}
+
 void combine_on_host(const at::Tensor& result, const std::vector<const void*>& sources, ReduceOp op, double divide_by) {
   reduce({
       .number = number_of(result.scalar_type()).value(),

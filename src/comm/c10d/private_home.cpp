@@ -165,12 +165,15 @@ class PrivateGathered final : public Gathered {
   }
 
   void copy_out_on_host() {
+    const char* const rows = address(flat_);
+    char* const wholes = address(wholes_);
+    const int64_t row_bytes = plan_->sent.bytes();
     for (const size_t i : plan_->sent.order()) {
       const int64_t bytes = plan_->sent.slice_bytes(i);
-      const char* from = address(flat_) + plan_->sent.offset(i);
-      char* to = address(wholes_) + plan_->wholes.offset(i);
-      for (int rank = 0; rank < plan_->pieces[i].holders(); ++rank) {
-        std::memcpy(to + rank * bytes, from + rank * plan_->sent.bytes(), bytes);
+      const char* from = rows + plan_->sent.offset(i);
+      char* to = wholes + plan_->wholes.offset(i);
+      for (int left = plan_->pieces[i].holders(); left > 0; --left, from += row_bytes, to += bytes) {
+        std::memcpy(to, from, bytes);
       }
     }
   }

@@ -50,20 +50,23 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
   for (const Piece& piece : pieces) {
     holders = std::max(holders, piece.holders());
   }
-  for (int rank = 0; rank < holders; ++rank) {
-    char* const row = base + rank * row_bytes;
-    int64_t end = 0;
-    const auto pad_to = [&](int64_t begin) { std::memset(row + end * item, 0, (begin - end) * item); };
-    for (size_t i = 0; i < pieces.size(); ++i) {
-      const int64_t begin = pieces[i].begin(rank), length = pieces[i].length(rank);
-      pad_to(offsets_[i]);
-      if (length > 0) { // an empty tensor has no address
-        const char* from = static_cast<const char*>(args.wholes[i].const_data_ptr());
-        std::memcpy(row + offsets_[i] * item, from + begin * item, length * item);
+  for (size_t i = 0; i < pieces.size(); ++i) {
+    const int64_t next = i + 1 < pieces.size() ? offsets_[i + 1] : row_;
+    const int64_t width = (next - offsets_[i]) * item, chunk = pieces[i].chunk * item;
+    int64_t left = pieces[i].numel * item;
+    const char* from = left > 0 ? static_cast<const char*>(args.wholes[i].const_data_ptr()) : nullptr;
+    char* to = base + offsets_[i] * item;
+    for (int rank = 0; rank < holders; ++rank, to += row_bytes) {
+      const int64_t bytes = std::min(chunk, left);
+      if (bytes > 0) { // an empty tensor has no address
+        std::memcpy(to, from, bytes);
+        from += bytes;
+        left -= bytes;
       }
-      end = offsets_[i] + length;
+      if (bytes < width) {
+        std::memset(to + bytes, 0, width - bytes);
+      }
     }
-    pad_to(row_);
   }
   std::memset(base + holders * row_bytes, 0, (size_ - holders) * row_bytes);
 }
