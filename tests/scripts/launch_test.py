@@ -114,6 +114,14 @@ class Launch(unittest.TestCase):
         self.assertEqual(out, "saved\n" * 2)
         self.assertEqual(process.returncode, 128 + signal.SIGINT)
 
+    def test_ctrl_c_while_ranks_start_loses_none(self):
+        for _ in range(5):
+            process = launch(20, "sleep 100 & echo ready; wait")
+            process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=20)  # whoever lives on holds the pipe
+            self.assertEqual(process.returncode, 128 + signal.SIGINT)
+
     def test_no_rank_outlives_a_launcher_that_is_killed(self):
         process, pids = self.start_sleepers(2)
         ranks, children = pids[::2], pids[1::2]
