@@ -144,6 +144,8 @@ FSDP_INLINE void reduce_block(const Reduction& reduction, int64_t begin, int64_t
     for (int64_t i = 0; i < count; ++i) {
       sums[i] = Operation::template of<Number>(sums[i], Arithmetic<Stored>::load(next[i]));
     }
+    // Else GCC adds two ranks' numbers in one loop (-floop-unroll-and-jam), which it does not vectorize.
+    asm volatile("");
   }
   if (reduction.divide_by != 1) {
     for (int64_t i = 0; i < count; ++i) {
