@@ -19,7 +19,7 @@ namespace {
 
 // Bytes of a row that stays in the first-level cache between its sum and the copies out of it.
 constexpr int64_t kShortRow = 16 * 1024;
-// Below, padding takes less time than an exchange in several steps.
+// So few bytes of rows may be mostly padding: the order of the sum stays the ranks' there.
 constexpr int64_t kLittle = 64 * 1024;
 
 /// Packs a matrix with one row per rank, and holds it and the wholes as long as the collective may read them.
