@@ -87,13 +87,21 @@ void note_use(Param& param, const at::Tensor& view, Phase phase) {
   }
 }
 
-void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
+// What users have set on the shard since, before a graph, or a view that stays, takes the former along.
+void follow_shard(Param& param) {
   param.follow_requires_grad();
-  if (param.shard_was_replaced()) { // before a view takes the former dtype along
+  if (param.shard_was_replaced()) {
     WithoutCallersLock no_callers_lock;
     auto lock = param.unit().runtime().lock();
     InternalScope scope;
     param.unit().settle_replaced_shards();
+  }
+}
+
+void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
+  const bool records = call.phase == Phase::kForward || c10::GradMode::is_enabled();
+  if (records) {
+    follow_shard(param);
   }
   if (call.traits.reads_nothing) {
     return;
@@ -114,7 +122,9 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
   if (unit.has_params_on_meta()) { // before a step begins
     unit.check_materialized();
   }
-  note_use(param, view, call.phase);
+  if (records) {
+    note_use(param, view, call.phase);
+  }
   if (std::find(call.units.begin(), call.units.end(), &unit) == call.units.end()) {
     call.units.push_back(&unit);
   }

@@ -80,22 +80,23 @@ at::Tensor flat_view(const at::Tensor& dense) {
 } // namespace
 
 Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
-    : unit_(unit),
-      bucket_(bucket),
-      layout_(std::move(layout)),
-      rank_(bucket.shard_group().rank()),
-      shard_sizes_(layout_.shard_sizes(rank_)),
-      shard_strides_(layout_.shard_strides(rank_)),
+    : handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
+      shown_(std::make_shared<ShardItself>(shard_)),
       gathered_(original.scalar_type()),
-      handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
-      shown_(std::make_shared<ShardItself>(shard_)) {
+      unit_(unit),
+      bucket_(bucket),
+      rank_(bucket.shard_group().rank()),
+      layout_(std::move(layout)),
+      shard_sizes_(layout_.shard_sizes(rank_)),
+      shard_strides_(layout_.shard_strides(rank_)) {
   set_name(std::move(name));
   InternalScope scope;
   if (original.is_meta()) {
-    auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
-    shard_tenant_ = tenant.get();
+    auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
+    Tenant* tenant = owned.get();
     shard_ = make_keyed_tensor(
-        std::move(tenant), nullptr, {shard_sizes_, shard_strides_, original.scalar_type(), c10::kMeta});
+        std::move(owned), nullptr, {shard_sizes_, shard_strides_, original.scalar_type(), c10::kMeta});
+    note_shard_storage(tenant);
     shard_.set_requires_grad(original.requires_grad());
     return;
   }
@@ -105,7 +106,18 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
 
 void Param::set_name(std::string name) {
   name_ = std::move(name);
-  why_hollow_ = c10::str(
+  for (auto& [storage, tenant, why_hollow_later] : handle_storages_) {
+    std::string text = why_hollow();
+    if (!why_hollow_later.empty()) {
+      why_hollow_later = std::move(text);
+    } else if (storage != nullptr) {
+      hollow_storage(*storage, text);
+    }
+  }
+}
+
+std::string Param::why_hollow() const {
+  return c10::str(
       "[fsdp] raw access to the parameter '",
       name_,
       "', which is sharded at this moment: its memory is there while ",
@@ -133,9 +145,7 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
 Param::~Param() {
   end_watching();
   end_stand_in();
-  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
-    shard_tenant_->param = nullptr;
-  }
+  leave_shard_storage();
 }
 
 int64_t Param::gathered_bytes() const {
@@ -169,9 +179,9 @@ void Param::become_handle_around(const at::Tensor& tensor, const std::vector<at:
 
 // Views of the former storages may live on, without memory.
 void Param::end_handle() {
-  for (const auto& [storage, tenant] : handle_storages_) {
-    if (storage != nullptr) {
-      tenant->param = nullptr;
+  for (const auto& each : handle_storages_) {
+    if (each.storage != nullptr) {
+      each.tenant->param = nullptr;
     }
   }
   handle_storages_.clear();
@@ -181,11 +191,9 @@ void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
   auto owned = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
   Tenant* tenant = owned.get();
   auto hollow = make_keyed_tensor(std::move(owned), nullptr, geometry);
-  auto* storage = hollow.storage().unsafeGetStorageImpl();
-  handle_storages_.push_back({storage, tenant});
+  handle_storages_.push_back({hollow.storage().unsafeGetStorageImpl(), tenant, why_hollow()});
   tensor.set_data(hollow);
   hollow.reset();
-  hollow_storage(*storage, "");
   set_part(handle_storages_.size() - 1, nullptr);
 }
 
@@ -217,7 +225,12 @@ at::Tensor Param::handle() {
   return at::Tensor(std::move(impl));
 }
 
-void Param::handle_storage_died(const Tenant* tenant) {
+void Param::storage_died(const Tenant* tenant) {
+  if (tenant == shard_tenant_) {
+    shard_storage_ = nullptr;
+    shard_tenant_ = nullptr;
+  }
+  std::erase(watched_, tenant);
   for (auto& each : handle_storages_) {
     each.storage = each.tenant == tenant ? nullptr : each.storage;
   }
@@ -238,20 +251,32 @@ void Param::set_whole(void* memory) {
 }
 
 void Param::set_part(size_t part, void* memory) {
-  c10::StorageImpl* storage = part < handle_storages_.size() ? handle_storages_[part].storage : nullptr;
-  if (storage == nullptr) {
+  if (part >= handle_storages_.size() || handle_storages_[part].storage == nullptr) {
     return;
   }
+  auto& [storage, tenant, why_hollow] = handle_storages_[part];
   if (memory != nullptr || storage->nbytes() == 0) {
-    fill_storage(*storage, memory);
+    fill_storage(*storage, memory, why_hollow);
   } else {
-    hollow_storage(*storage, why_hollow_);
+    hollow_storage(*storage, why_hollow);
   }
 }
 
 bool Param::shard_was_replaced() const {
-  const Tenant* tenant = tenant_of(shard_);
-  return shown_->replaced() || (!on_meta() && (tenant == nullptr || tenant != shard_tenant_));
+  return shown_->replaced() || (!shard_is_in_its_storage() && !on_meta());
+}
+
+void Param::note_shard_storage(Tenant* tenant) {
+  shard_storage_ = shard_.storage().unsafeGetStorageImpl();
+  shard_tenant_ = tenant;
+}
+
+// Views of the former shard may live on, as nobody's.
+void Param::leave_shard_storage() {
+  shard_storage_ = nullptr;
+  if (Tenant* tenant = std::exchange(shard_tenant_, nullptr)) {
+    tenant->param = nullptr;
+  }
 }
 
 void Param::adopt_replacement() {
@@ -267,19 +292,14 @@ void Param::adopt_replacement() {
     shard_ = std::move(replacement);
     return;
   }
-  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) { // views of the former shard may live on
-    shard_tenant_->param = nullptr;
-  }
-  shard_tenant_ = nullptr;
+  leave_shard_storage();
   end_watching();
   shard_ = std::move(replacement);
 }
 
 void Param::end_watching() {
-  for (const auto& tensor : std::exchange(watched_, {})) {
-    if (Tenant* tenant = tenant_of(tensor); tenant != nullptr && tenant->param == this) {
-      tenant->param = nullptr;
-    }
+  for (Tenant* tenant : std::exchange(watched_, {})) {
+    tenant->param = nullptr;
   }
 }
 
@@ -305,24 +325,28 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
       " where ",
       c10::IntArrayRef(shard_sizes_),
       " are needed: give it this rank's piece only");
-  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
-  shard_tenant_ = tenant.get();
+  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
+  Tenant* tenant = owned.get();
   auto moved =
-      make_keyed_tensor(std::move(tenant), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), device});
+      make_keyed_tensor(std::move(owned), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), device});
   moved.copy_(shard_);
+  leave_shard_storage();
   shard_.set_data(moved);
+  note_shard_storage(tenant);
 }
 
 void Param::settle_shard_in_place() {
-  if (shard_tenant_ != nullptr && tenant_of(shard_) == shard_tenant_) {
+  if (shard_is_in_its_storage()) {
     return;
   }
   InternalScope scope;
-  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
-  shard_tenant_ = tenant.get();
+  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
+  Tenant* tenant = owned.get();
   void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
+  leave_shard_storage();
   shard_.set_data(make_keyed_tensor(
-      std::move(tenant), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), shard_.device()}));
+      std::move(owned), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), shard_.device()}));
+  note_shard_storage(tenant);
 }
 
 void Param::watch(at::Tensor stored) {
@@ -332,10 +356,10 @@ void Param::watch(at::Tensor stored) {
   InternalScope scope;
   void* memory = stored.numel() == 0 ? nullptr : stored.data_ptr();
   auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(stored.storage())});
+  watched_.push_back(tenant.get());
   const auto sizes = stored.sizes().vec(), strides = stored.strides().vec();
   stored.set_data(
       make_keyed_tensor(std::move(tenant), memory, {sizes, strides, stored.scalar_type(), stored.device()}));
-  watched_.push_back(std::move(stored));
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
@@ -426,7 +450,6 @@ void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
 void Param::forget_uses() {
   uses_ = 0;
   used_in_graph_ = false;
-  last_segment_ = -1;
 }
 
 bool Param::takes_part_in_reduction() const {

@@ -7,6 +7,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/StorageImpl.h>
+#include <c10/util/SmallVector.h>
 
 #include <fsdp/shown_shard.h>
 
@@ -20,7 +21,7 @@ class Unit;
 
 /// One sharded parameter: its handle, its shard, and the gradient on its way from one to the other.
 /// Owned by its unit; not thread safe by itself: the runtime's lock covers it.
-class Param {
+class alignas(64) Param {
  public:
   Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout);
   ~Param();
@@ -68,7 +69,8 @@ class Param {
   void set_whole(void* memory);
   /// The same for one of the tensors that the handle consists of.
   void set_part(size_t part, void* memory);
-  void handle_storage_died(const Tenant* tenant);
+  /// Of the handle, of the shard, or of what is watched.
+  void storage_died(const Tenant* tenant);
   /// Somebody gave the handle memory of its own, from which it was never gathered.
   bool handle_was_replaced(const at::Tensor& handle) const;
   /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
@@ -135,6 +137,14 @@ class Param {
   at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
 
  private:
+  std::string why_hollow() const;
+  /// Users may give the shard's tensor other data; until then it is in the storage that it was given last.
+  void note_shard_storage(Tenant* tenant);
+  void leave_shard_storage();
+  bool shard_is_in_its_storage() const {
+    return shard_storage_ != nullptr &&
+           shard_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == shard_storage_;
+  }
   void hollow_out(at::Tensor tensor, const TensorGeometry& geometry);
   void install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device);
   void end_handle();
@@ -143,29 +153,32 @@ class Param {
   void set_requires_grad(bool wanted);
   void install_gradient_hooks(const at::Tensor& handle);
 
+  // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.
+  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
+  std::shared_ptr<ShownShard> shown_;
+  at::Tensor shard_;
+  c10::StorageImpl* shard_storage_ = nullptr; // null once it has died
+  int uses_ = 0;
+  c10::ScalarType gathered_;
+  bool used_in_graph_ = false;
+  bool hooked_ = false;
+
   Unit& unit_;
   Bucket& bucket_;
-  std::string name_;
-  layout::DimLayout layout_;
   int rank_;
-  std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
-  c10::ScalarType gathered_;
-  std::string why_hollow_; // kept: putting it together takes longer than letting memory go
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
+  Tenant* shard_tenant_ = nullptr; // owned by its storage
+  at::Tensor stand_in_; // see Role::kGradient
+  int64_t last_segment_ = -1; // that used it; no two are the same
   struct HollowStorage {
     c10::StorageImpl* storage; // lives as long as any view of the handle: its tenant tells when it dies; then null
     Tenant* tenant; // owned by it
+    std::string why_hollow; // while there is memory; else the storage has it
   };
-  std::vector<HollowStorage> handle_storages_; // one, unless the handle consists of several tensors
-  bool hooked_ = false;
-  at::Tensor shard_;
-  std::shared_ptr<ShownShard> shown_;
-  Tenant* shard_tenant_ = nullptr; // owned by the shard's storage
-  std::vector<at::Tensor> watched_;
-  at::Tensor stand_in_; // see Role::kGradient
-  int uses_ = 0;
-  bool used_in_graph_ = false;
-  int64_t last_segment_ = -1;
+  c10::SmallVector<HollowStorage, 1> handle_storages_; // one, unless the handle consists of several tensors
+  layout::DimLayout layout_;
+  std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
+  std::vector<Tenant*> watched_; // owned by storages
+  std::string name_;
 };
 
 } // namespace fsdp::engine

@@ -1,5 +1,7 @@
 #include "engine/tenant.h"
 
+#include <utility>
+
 #include <c10/core/TensorOptions.h>
 
 #include "engine/param.h"
@@ -10,8 +12,8 @@ namespace {
 
 void end_tenancy(void* context) {
   std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
-  if (tenant->param != nullptr && tenant->role == Role::kHandle) {
-    tenant->param->handle_storage_died(tenant.get());
+  if (tenant->param != nullptr && tenant->role != Role::kGradient) {
+    tenant->param->storage_died(tenant.get());
   }
 }
 
@@ -68,17 +70,24 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
   return tensor;
 }
 
-void fill_storage(c10::StorageImpl& storage, void* memory) {
+void fill_storage(c10::StorageImpl& storage, void* memory, std::string& why_hollow) {
   set_memory(storage, memory);
 #ifdef FSDP_HAS_DATA_PTR_GUARD
+  if (auto& text = storage.get_extra_meta().custom_data_ptr_error_msg_) {
+    why_hollow = std::move(*text);
+  }
   storage.clear_data_ptr_access_error_msg_();
+#else
+  (void)why_hollow;
 #endif
 }
 
-void hollow_storage(c10::StorageImpl& storage, const std::string& why_hollow) {
+void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow) {
   set_memory(storage, nullptr);
 #ifdef FSDP_HAS_DATA_PTR_GUARD
-  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(why_hollow);
+  if (!why_hollow.empty()) { // else it has it already
+    storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::exchange(why_hollow, {}));
+  }
 #else
   (void)why_hollow;
 #endif

@@ -51,7 +51,8 @@ struct TensorGeometry {
 at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry);
 
 /// Puts memory under a storage and all its views, or takes it away; then raw `data_ptr` access throws `why_hollow`.
-void fill_storage(c10::StorageImpl& storage, void* memory);
-void hollow_storage(c10::StorageImpl& storage, const std::string& why_hollow);
+/// That text goes back and forth: to copy it at every step would take longer than all else here.
+void fill_storage(c10::StorageImpl& storage, void* memory, std::string& why_hollow);
+void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow);
 
 } // namespace fsdp::engine

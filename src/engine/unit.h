@@ -220,26 +220,28 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void choose_reduce_groups();
   void look_for_params_on_meta();
 
+  // What each touch looks at, together; see Param.
+  UnitState state_ = UnitState::kSharded;
+  bool on_meta_ = false; // some parameters are
+  bool ready_ = false;
+  int awaiting_ = 0; // parameters whose gradients are expected
+  int number_ = 0;
+  Unit* parent_ = nullptr;
+  std::shared_ptr<Runtime> runtime_;
+  std::vector<std::unique_ptr<Param>> params_;
+  std::vector<std::unique_ptr<Bucket>> buckets_;
+
   std::string name_;
   std::string display_name_;
   c10::Device device_;
   Mesh mesh_;
   MixedPrecisionPolicy precision_;
   std::optional<CPUOffloadPolicy> offload_;
-  std::vector<std::unique_ptr<Param>> params_;
-  std::vector<std::unique_ptr<Bucket>> buckets_;
-  std::shared_ptr<Runtime> runtime_;
-  int number_ = 0;
-  Unit* parent_ = nullptr;
   struct Exchange {
     CollectiveFn all_gather, reduce_scatter; // of the user's, or empty
     bool separate_reductions = false, backend_memory = false;
   };
   Exchange exchange_;
-  UnitState state_ = UnitState::kSharded;
-  bool on_meta_ = false; // some parameters are
-  int awaiting_ = 0; // parameters whose gradients are expected
-  bool ready_ = false;
 };
 
 } // namespace fsdp::engine

@@ -36,20 +36,20 @@ std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
 }
 
 DimLayout::DimLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks)
-    : sizes_(std::move(sizes)), strides_(std::move(strides)), dim_(dim), ranks_(ranks) {
+    : dim_(dim), ranks_(ranks), sizes_(std::move(sizes)), strides_(std::move(strides)) {
   TORCH_INTERNAL_ASSERT(is_dense(sizes_, strides_));
   TORCH_INTERNAL_ASSERT(ranks >= 1 && dim >= 0 && (sizes_.empty() || dim < static_cast<int64_t>(sizes_.size())));
   numel_ = c10::multiply_integers(sizes_);
-  const int64_t all_rows = sizes_.empty() ? 1 : sizes_[dim_];
-  row_numel_ = all_rows == 0 ? 0 : numel_ / all_rows;
-  chunk_rows_ = (all_rows + ranks - 1) / ranks;
+  all_rows_ = sizes_.empty() ? 1 : sizes_[dim_];
+  row_numel_ = all_rows_ == 0 ? 0 : numel_ / all_rows_;
+  chunk_rows_ = (all_rows_ + ranks - 1) / ranks;
   // Rows lie one after another exactly when no other dimension steps further than the one that is cut.
-  const bool rows_adjacent = sizes_.empty() || all_rows <= 1 || numel_ == 0 || strides_[dim_] == row_numel_;
+  const bool rows_adjacent = sizes_.empty() || all_rows_ <= 1 || numel_ == 0 || strides_[dim_] == row_numel_;
   in_place_ = ranks == 1 || rows_adjacent;
 }
 
 int64_t DimLayout::first_row(int rank) const {
-  return std::min(chunk_rows_ * rank, sizes_.empty() ? 1 : sizes_[dim_]);
+  return std::min(chunk_rows_ * rank, all_rows_);
 }
 
 int64_t DimLayout::rows(int rank) const {

@@ -51,14 +51,15 @@ class DimLayout {
   int64_t first_row(int rank) const;
   int64_t rows(int rank) const;
 
-  std::vector<int64_t> sizes_;
-  std::vector<int64_t> strides_;
   int64_t dim_;
   int ranks_;
+  bool in_place_;
   int64_t numel_;
+  int64_t all_rows_;
   int64_t row_numel_;
   int64_t chunk_rows_;
-  bool in_place_;
+  std::vector<int64_t> sizes_;
+  std::vector<int64_t> strides_;
 };
 
 /// True for a permutation of contiguous strides: no gaps, no overlap.

@@ -5,21 +5,27 @@
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
 
+/// Empty if there is no error.
+std::string message_of(const std::function<void()>& mistake) {
+  try {
+    mistake();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
 /// Runs `mistake` on every rank; expects an error whose message has all the parts.
 void expect_error(int ranks, const std::function<void()>& mistake, const std::vector<std::string>& parts) {
   on_threads(ranks, [&] {
-    std::string message;
-    try {
-      mistake();
-    } catch (const std::exception& error) {
-      message = error.what();
-    }
+    const std::string message = message_of(mistake);
     ASSERT_FALSE(message.empty()) << "no error";
     for (const auto& part : parts) {
       EXPECT_NE(message.find(part), std::string::npos) << "'" << part << "' is not in: " << message;
@@ -235,6 +241,35 @@ TEST(Errors, RawAccessToAHollowHandle) {
         },
         {"raw access to the parameter 'weight'", "summon_full_params"});
   }
+}
+
+TEST(Errors, RawAccessIsRefusedByThePresentNameAfterEachUse) {
+#ifndef FSDP_HAS_DATA_PTR_GUARD
+  GTEST_SKIP() << "this LibTorch cannot say whose memory it is that is not there";
+#endif
+  on_threads(2, [] {
+    const auto expect_refused = [](const at::Tensor& handle, const std::string& name) {
+      for (int i = 0; i < 2; ++i) {
+        EXPECT_TRUE(contains(message_of([&] { handle.const_data_ptr(); }), "the parameter '" + name + "'"));
+      }
+    };
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    const auto first = model[0]->as<nn::Linear>()->weight, second = model[1]->as<nn::Linear>()->weight;
+    fully_shard(*model[0]);
+    FSDPModule unit = fully_shard(*model[1]);
+    expect_refused(first, "weight");
+    unit.unshard();
+    EXPECT_NE(second.const_data_ptr(), nullptr);
+    fully_shard(*model);
+    expect_refused(first, "0.weight");
+    unit.reshard();
+    expect_refused(second, "1.weight");
+    for (int step = 0; step < 3; ++step) {
+      model->forward(torch::ones({2, 4})).sum().backward();
+      expect_refused(first, "0.weight");
+      expect_refused(second, "1.weight");
+    }
+  });
 }
 
 TEST(Errors, DataPutInAHandlesPlace) {

@@ -45,7 +45,7 @@ Payload::Payload(const std::vector<Piece>& pieces, PieceDtype dtype)
     if (previous && dtype_of(*previous, dtype) != dtype_of(piece, dtype)) {
       bytes_ = align_up(bytes_, kSendAlignment);
     }
-    slots_[i] = {bytes_, piece.chunk * item_bytes(dtype_of(piece, dtype))};
+    slots_[i] = {bytes_, piece.chunk * item_bytes(dtype_of(piece, dtype)), piece.holders()};
     bytes_ += slots_[i].bytes;
     previous = &piece;
   }

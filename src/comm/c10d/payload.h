@@ -26,6 +26,10 @@ class Payload {
   int64_t slice_bytes(size_t piece) const {
     return slots_[piece].bytes;
   }
+  /// Ranks from which there is anything, see `Piece`.
+  int holders(size_t piece) const {
+    return slots_[piece].holders;
+  }
   /// The pieces in the order of their offsets, without those that hold nothing.
   const std::vector<size_t>& order() const {
     return order_;
@@ -35,6 +39,7 @@ class Payload {
   struct Slot {
     int64_t offset = 0;
     int64_t bytes = 0;
+    int holders = 0;
   };
 
   std::vector<Slot> slots_;

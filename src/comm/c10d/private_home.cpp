@@ -172,7 +172,7 @@ class PrivateGathered final : public Gathered {
       const int64_t bytes = plan_->sent.slice_bytes(i);
       const char* from = rows + plan_->sent.offset(i);
       char* to = wholes + plan_->wholes.offset(i);
-      for (int left = plan_->pieces[i].holders(); left > 0; --left, from += row_bytes, to += bytes) {
+      for (int left = plan_->sent.holders(i); left > 0; --left, from += row_bytes, to += bytes) {
         std::memcpy(to, from, bytes);
       }
     }
