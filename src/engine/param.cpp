@@ -73,6 +73,12 @@ class ShardItself final : public ShownShard {
   const at::Tensor& shard_; // the parameter's
 };
 
+/// Its memory holds its elements, each as it is, where the strides say.
+bool lies_as(const at::Tensor& tensor, c10::IntArrayRef strides) {
+  return tensor.layout() == c10::kStrided && tensor.strides() == strides && !tensor.is_conj() && !tensor.is_neg() &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
+}
+
 at::Tensor flat_view(const at::Tensor& dense) {
   return at::as_strided(dense, {dense.numel()}, {1});
 }
@@ -135,8 +141,11 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
       ", so a tensor of sizes ",
       source.sizes(),
       " cannot take its place: give it values of the same sizes");
-  auto whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options().requires_grad(false));
-  whole.copy_(source);
+  at::Tensor whole = source;
+  if (!lies_as(source, layout_.strides())) {
+    whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options().requires_grad(false));
+    whole.copy_(source);
+  }
   auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
   auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
   return at::as_strided(piece, shard_sizes_, shard_strides_).clone();

@@ -104,12 +104,4 @@ void RankMajor::pack_on_device(const ReduceScatter& args, const at::Tensor& matr
   copy_each(targets, sources);
 }
 
-std::vector<at::Tensor> RankMajor::views(const at::Tensor& row, const std::vector<at::Tensor>& slices) const {
-  std::vector<at::Tensor> views;
-  for (size_t i = 0; i < slices.size(); ++i) {
-    views.push_back(row.narrow(0, offsets_[i], slices[i].numel()).view_as(slices[i]));
-  }
-  return views;
-}
-
 } // namespace fsdp::adapter

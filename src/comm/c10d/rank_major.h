@@ -17,16 +17,15 @@ class RankMajor {
   int64_t row() const {
     return row_;
   }
-  int64_t offset(size_t tensor) const {
-    return offsets_[tensor];
+  /// Where each tensor's slice begins in a row.
+  const std::vector<int64_t>& offsets() const {
+    return offsets_;
   }
 
   /// The bytes of all rows when a single tensor lies in memory just like that; undefined otherwise.
   at::Tensor as_it_is(const ReduceScatter& args) const;
   /// Copies the tensors into `matrix`, of size * row elements.
   void pack(const ReduceScatter& args, const at::Tensor& matrix) const;
-  /// This rank's slices in a row.
-  std::vector<at::Tensor> views(const at::Tensor& row, const std::vector<at::Tensor>& slices) const;
 
  private:
   void pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include "base/view_into.h"
@@ -86,7 +87,7 @@ class BackendSum final : public Packed {
   void conclude() override {
     release();
     divide_(sums_, division_.after);
-    copy_each(args_.slices, layout_.views(sums_, args_.slices));
+    copy_out(sums_, layout_.offsets(), args_.slices);
     channel_->pool().give_back(std::exchange(memory_, at::Tensor()));
   }
 
@@ -121,17 +122,12 @@ class HostSum final : public Packed {
   void sum_rows() {
     const at::Tensor sums = typed(received_, layout_.row()); // in place of the first row
     combine_on_host(sums, rows_from(0), ReduceOp::kSum, args_.divide_by);
-    const char* const from = static_cast<const char*>(sums.const_data_ptr());
-    for (size_t i = 0; i < args_.slices.size(); ++i) {
-      if (const at::Tensor& slice = args_.slices[i]; slice.numel() > 0) {
-        std::memcpy(slice.mutable_data_ptr(), from + layout_.offset(i) * item(), slice.nbytes());
-      }
-    }
+    copy_out(sums, layout_.offsets(), args_.slices);
   }
 
   void sum_slices() {
     for (size_t i = 0; i < args_.slices.size(); ++i) {
-      combine_on_host(args_.slices[i], rows_from(layout_.offset(i)), ReduceOp::kSum, args_.divide_by);
+      combine_on_host(args_.slices[i], rows_from(layout_.offsets()[i]), ReduceOp::kSum, args_.divide_by);
     }
   }
 
@@ -159,17 +155,14 @@ class WholeSum final : public StreamedWork {
       : StreamedWork(args.wholes.front().device()),
         args_(std::move(args)),
         division_(args_.divide_by, args_.slices.front().scalar_type(), /*sum_may_overflow=*/true) {
-    std::vector<at::Tensor> flat;
     int64_t end = 0;
     for (size_t i = 0; i < args_.wholes.size(); ++i) {
-      flat.push_back(args_.wholes[i].view({-1}));
-      begins_.push_back(end + std::min(flat[i].numel(), channel->rank() * args_.chunks[i]));
-      end += flat[i].numel();
+      const int64_t numel = args_.wholes[i].numel();
+      begins_.push_back(end + std::min(numel, channel->rank() * args_.chunks[i]));
+      end += numel;
     }
-    sums_ = at::cat(flat);
-    if (sums_.device().is_cpu()) {
-      args_.wholes.clear(); // copied; a device still has to do that
-    }
+    sums_ = at::empty({end}, args_.wholes.front().options());
+    sums_.device().is_cpu() ? concatenate_on_host() : concatenate_on_device();
     divide_(sums_, division_.before);
     pending_ = channel->start(label, "reduce-scatter", sums_.device(), sums_.nbytes(), [&](Collectives& c) {
       return c.all_reduce(sums_, ReduceOp::kSum);
@@ -179,13 +172,28 @@ class WholeSum final : public StreamedWork {
  private:
   void conclude() override {
     divide_(sums_, division_.after);
-    std::vector<at::Tensor> mine;
-    for (size_t i = 0; i < args_.slices.size(); ++i) {
-      mine.push_back(sums_.narrow(0, begins_[i], args_.slices[i].numel()).view_as(args_.slices[i]));
-    }
-    copy_each(args_.slices, mine);
+    copy_out(sums_, begins_, args_.slices);
     args_.wholes.clear();
     sums_.reset();
+  }
+
+  void concatenate_on_host() {
+    char* to = static_cast<char*>(sums_.mutable_data_ptr());
+    for (const at::Tensor& whole : args_.wholes) {
+      if (whole.numel() > 0) { // an empty one has no address
+        std::memcpy(to, whole.const_data_ptr(), whole.nbytes());
+        to += whole.nbytes();
+      }
+    }
+    args_.wholes.clear(); // copied; a device still has to do that
+  }
+
+  void concatenate_on_device() {
+    std::vector<at::Tensor> flat;
+    for (const at::Tensor& whole : args_.wholes) {
+      flat.push_back(whole.view({-1}));
+    }
+    at::cat_out(sums_, flat);
   }
 
   ReduceScatter args_;
