@@ -18,8 +18,8 @@ struct InitOptions {
   /// Longest wait for another rank, in any operation. The environment variable FSDP_TIMEOUT (seconds) overrides the
   /// default.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  /// Big CPU tensors come from memory that the other ranks can read (shared-memory group only). FSDP_ARENA=0 turns it
-  /// off.
+  /// From the first step on, big CPU tensors come from memory that the other ranks can read (shared-memory group only).
+  /// FSDP_ARENA=0 turns it off.
   bool shared_arena = true;
 };
 

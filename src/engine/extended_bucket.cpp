@@ -57,6 +57,7 @@ ExtendedBucket::~ExtendedBucket() = default;
 
 void ExtendedBucket::add(Param* param, std::shared_ptr<GatherExtension> extension) {
   Bucket::add(param, nullptr);
+  param->leave_whole();
   extensions_.push_back(std::move(extension));
   sent_.emplace_back();
   parts_.emplace_back();

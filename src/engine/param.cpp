@@ -1,6 +1,5 @@
 #include "engine/param.h"
 
-#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -79,10 +78,6 @@ bool lies_as(const at::Tensor& tensor, c10::IntArrayRef strides) {
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
-at::Tensor flat_view(const at::Tensor& dense) {
-  return at::as_strided(dense, {dense.numel()}, {1});
-}
-
 } // namespace
 
 Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
@@ -106,7 +101,7 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
     shard_.set_requires_grad(original.requires_grad());
     return;
   }
-  shard_ = piece_of(original.detach());
+  shard_ = piece_in(original.detach());
   shard_.set_requires_grad(original.requires_grad());
 }
 
@@ -131,7 +126,13 @@ std::string Param::why_hollow() const {
       "that torch.compile generates read parameters so: compile with backend='aot_eager'.)");
 }
 
-at::Tensor Param::piece_of(const at::Tensor& source) const {
+at::Tensor Param::piece_of(const at::Tensor& whole) const {
+  const at::Tensor piece = piece_in(whole);
+  return piece.is_alias_of(whole) ? piece.clone() : piece;
+}
+
+// A tensor like any other, and no view of a whole that may be of a subclass or made in inference mode.
+at::Tensor Param::piece_in(const at::Tensor& source) const {
   FSDP_CHECK(
       source.sizes() == c10::IntArrayRef(layout_.sizes()),
       "[fully_shard] '",
@@ -141,14 +142,16 @@ at::Tensor Param::piece_of(const at::Tensor& source) const {
       ", so a tensor of sizes ",
       source.sizes(),
       " cannot take its place: give it values of the same sizes");
+  const auto options = source.options().requires_grad(false);
   at::Tensor whole = source;
   if (!lies_as(source, layout_.strides())) {
-    whole = at::empty_strided(layout_.sizes(), layout_.strides(), source.options().requires_grad(false));
+    whole = at::empty_strided(layout_.sizes(), layout_.strides(), options);
     whole.copy_(source);
   }
-  auto slices = layout_.in_place() ? flat_view(whole) : layout_.pack(whole);
-  auto piece = slices.narrow(0, layout_.begin(rank_), layout_.length(rank_));
-  return at::as_strided(piece, shard_sizes_, shard_strides_).clone();
+  const auto slices = layout_.in_place() ? whole : layout_.pack(whole);
+  auto piece = at::empty({0}, options);
+  piece.set_(slices.storage(), slices.storage_offset() + layout_.begin(rank_), shard_sizes_, shard_strides_);
+  return slices.is_alias_of(source) ? piece : piece.clone();
 }
 
 Param::~Param() {
@@ -342,6 +345,12 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   leave_shard_storage();
   shard_.set_data(moved);
   note_shard_storage(tenant);
+}
+
+void Param::leave_whole() {
+  if (!on_meta()) {
+    shard_.set_data(shard_.clone());
+  }
 }
 
 void Param::settle_shard_in_place() {

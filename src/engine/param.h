@@ -88,6 +88,8 @@ class alignas(64) Param {
   }
   /// Moves the shard into a home's memory, with its present values.
   void move_shard(void* memory, std::shared_ptr<void> home, c10::Device device);
+  /// Until it is moved, a new parameter's shard lies in the whole that it was made of. For one that is not to be moved.
+  void leave_whole();
   /// The shard stays in the memory it has, which may be none: then its values are elsewhere, in tensors to watch.
   void settle_shard_in_place();
   /// From now on writes to `stored` count as writes to the shard.
@@ -137,6 +139,7 @@ class alignas(64) Param {
   at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
 
  private:
+  at::Tensor piece_in(const at::Tensor& whole) const; // where it lies, if it lies as a shard does; else a copy
   std::string why_hollow() const;
   /// Users may give the shard's tensor other data; until then it is in the storage that it was given last.
   void note_shard_storage(Tenant* tenant);

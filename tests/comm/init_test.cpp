@@ -61,12 +61,19 @@ TEST(Init, RanksOfOneHostShareMemory) {
   }
 }
 
-/// After `init` the tensors that others may read lie in an arena, or not.
+bool lies_in_arena(const at::Tensor& tensor) {
+  return mapping_of(tensor.const_data_ptr()).name.find("fsdp-arena") != std::string::npos;
+}
+
+/// After the first that others had to read, such tensors lie in an arena, or not.
 void expect_arena(bool expected, const InitOptions& options) {
   init(options);
   expect_world_of(2, "shm");
-  const at::Tensor big = at::zeros({1 << 20});
-  EXPECT_EQ(mapping_of(big.const_data_ptr()).name.find("fsdp-arena") != std::string::npos, expected);
+  const at::Tensor first = at::ones({1 << 20});
+  EXPECT_FALSE(lies_in_arena(first));
+  world()->all_reduce(first, ReduceOp::kSum, 1, {"test", ""})->wait();
+  EXPECT_EQ(first[0].item<float>(), 2);
+  EXPECT_EQ(lies_in_arena(at::zeros({1 << 20})), expected);
   shutdown();
 }
 

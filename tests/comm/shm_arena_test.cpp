@@ -31,8 +31,10 @@ void with_arena(const std::function<void(Arena&)>& body, const std::map<std::str
   on_processes(
       1,
       [&] {
-        Arena::of_process().serve_tensors(1);
-        body(Arena::of_process());
+        Arena& arena = Arena::of_process();
+        arena.offer_to_tensors(1);
+        arena.serve_tensors();
+        body(arena);
       },
       {.environment = environment});
 }
@@ -52,10 +54,13 @@ TEST(Arena, HoldsBigTensorsOnly) {
   const auto body = [] {
     const at::Tensor before = at::ones({int64_t{1} << 20});
     Arena& arena = Arena::of_process();
-    arena.serve_tensors(1);
+    arena.offer_to_tensors(1);
+    const at::Tensor not_yet = at::ones({int64_t{1} << 20});
+    arena.serve_tensors();
     const at::Tensor small = at::ones({100});
     const at::Tensor big = at::ones({int64_t{1} << 20});
     EXPECT_FALSE(arena.contains(before.data_ptr()));
+    EXPECT_FALSE(arena.contains(not_yet.data_ptr()));
     EXPECT_FALSE(arena.contains(small.data_ptr()));
     EXPECT_TRUE(arena.contains(big.data_ptr()));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(big.data_ptr()) % 4096, 0u);

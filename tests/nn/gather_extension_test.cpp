@@ -113,6 +113,19 @@ TEST_P(GatherExtensions, MakeNoWholeThatCouldBeWritten) {
   });
 }
 
+TEST_P(GatherExtensions, KeepNoMoreThanTheirShards) {
+  on_threads(GetParam(), [&] {
+    auto model = make_model();
+    size_t gone = 0;
+    for (auto& whole : model->parameters()) {
+      const auto memory = whole.detach();
+      whole.set_data(torch::from_blob(memory.data_ptr(), memory.sizes(), [memory, &gone](void*) { ++gone; }));
+    }
+    fully_shard(*model, in_bfloat16(GetParam()));
+    EXPECT_EQ(gone, model->parameters().size());
+  });
+}
+
 TEST_P(GatherExtensions, CannotBeCloned) {
   on_threads(GetParam(), [&] {
     auto model = make_model();

@@ -82,6 +82,7 @@ struct Arena::Impl {
   mutable std::mutex mutex;
   std::shared_ptr<Segment> segment = reserve();
   Blocks blocks{segment->bytes()};
+  size_t share = 0; // that tensors may take once they are served
   size_t cap = 0; // for tensors
   int keepers = 0; // who want freed blocks kept
   size_t kept = 0; // about as many bytes of free blocks hold memory
@@ -132,17 +133,22 @@ const SegmentId& Arena::id() const {
   return impl_->segment->id();
 }
 
-void Arena::serve_tensors(int processes_on_host) {
+void Arena::offer_to_tensors(int processes_on_host) {
   static auto* allocator = new TensorAllocator;
   constexpr int64_t kMebibyte = 1 << 20;
   const size_t share = physical_memory() / 4 * 3 / static_cast<size_t>(std::max(1, processes_on_host));
   const auto chosen = env::integer("FSDP_ARENA_MB", 0, static_cast<int64_t>(capacity_) / kMebibyte);
   {
     std::lock_guard lock(impl_->mutex);
-    impl_->cap = chosen ? static_cast<size_t>(*chosen * kMebibyte) : std::min(share, capacity_);
+    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : std::min(share, capacity_);
   }
   constexpr uint8_t kAboveTheDefault = 1;
   c10::SetCPUAllocator(allocator, kAboveTheDefault);
+}
+
+void Arena::serve_tensors() {
+  std::lock_guard lock(impl_->mutex);
+  impl_->cap = impl_->share;
 }
 
 void* Arena::take(size_t bytes) {

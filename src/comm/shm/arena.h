@@ -18,8 +18,11 @@ class Arena {
   static Arena& of_process();
 
   const SegmentId& id() const;
-  /// Serve LibTorch's big CPU tensors from here from now on, up to a share of the machine's memory. Idempotent.
-  void serve_tensors(int processes_on_host);
+  /// LibTorch's big CPU tensors may lie here, up to a share of the machine's memory. Idempotent, as is the next.
+  void offer_to_tensors(int processes_on_host);
+  /// From now on they do. Not earlier: what is sharded once and for all need not be read by others, and its pages cost
+  /// more here than elsewhere, and more to give back.
+  void serve_tensors();
 
   /// A block that others can read, whatever the cap.
   void* take(size_t bytes);

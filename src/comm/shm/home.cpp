@@ -171,7 +171,7 @@ class SharedHome final : public Home {
   }
 
   std::unique_ptr<Gathered> gather(const Label& label) override {
-    if (!state_->fresh.fresh) { // else it is being sharded, and what it was made in goes back to the system
+    if (!state_->fresh.fresh) { // else it is being sharded
       keep_arena();
     }
     return std::make_unique<GatheredPieces>(state_, label);
@@ -183,6 +183,7 @@ class SharedHome final : public Home {
     Core& core = *state_->core;
     if (!core.keeps_arena && !core.members->one_process()) {
       core.keeps_arena = true;
+      Arena::of_process().serve_tensors();
       Arena::of_process().start_keeping();
     }
   }

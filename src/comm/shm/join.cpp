@@ -102,7 +102,7 @@ CorePointer join(const Joining& joining, const Exchange& exchange) {
   }
   members->meet();
   if (joining.arena && !members->one_process()) {
-    Arena::of_process().serve_tensors(processes(greetings));
+    Arena::of_process().offer_to_tensors(processes(greetings));
   }
   Reach reach(*members, std::move(arenas));
   return std::make_shared<Core>(std::move(members), std::move(reach));

@@ -31,8 +31,11 @@ std::shared_ptr<char> Reach::take(size_t bytes) const {
               ::operator delete(memory, kAlignment);
             }};
   }
-  return {
-      static_cast<char*>(Arena::of_process().take(bytes)), [](char* memory) { Arena::of_process().give_back(memory); }};
+  Arena& arena = Arena::of_process();
+  if (bytes >= Arena::kSmallestBlock) {
+    arena.serve_tensors(); // what the caller copies to here had better lie here the next time
+  }
+  return {static_cast<char*>(arena.take(bytes)), [](char* memory) { Arena::of_process().give_back(memory); }};
 }
 
 } // namespace fsdp::shm
