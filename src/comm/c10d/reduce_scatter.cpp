@@ -5,7 +5,6 @@
 #include <utility>
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include "base/view_into.h"
@@ -151,30 +150,42 @@ class HostSum final : public Packed {
 /// The backend sums the wholes for all ranks, and each takes its slices.
 class WholeSum final : public StreamedWork {
  public:
-  WholeSum(const std::shared_ptr<Channel>& channel, ReduceScatter args, const Label& label)
+  WholeSum(std::shared_ptr<Channel> channel, ReduceScatter args, const Label& label)
       : StreamedWork(args.wholes.front().device()),
+        channel_(std::move(channel)),
         args_(std::move(args)),
         division_(args_.divide_by, args_.slices.front().scalar_type(), /*sum_may_overflow=*/true) {
     int64_t end = 0;
     for (size_t i = 0; i < args_.wholes.size(); ++i) {
       const int64_t numel = args_.wholes[i].numel();
-      begins_.push_back(end + std::min(numel, channel->rank() * args_.chunks[i]));
+      begins_.push_back(end + std::min(numel, channel_->rank() * args_.chunks[i]));
       end += numel;
     }
-    sums_ = at::empty({end}, args_.wholes.front().options());
+    const at::Tensor& like = args_.wholes.front();
+    memory_ = channel_->pool().take(end * like.element_size(), like.device());
+    sums_ = view_into(memory_, like.scalar_type(), end);
     sums_.device().is_cpu() ? concatenate_on_host() : concatenate_on_device();
     divide_(sums_, division_.before);
-    pending_ = channel->start(label, "reduce-scatter", sums_.device(), sums_.nbytes(), [&](Collectives& c) {
+    pending_ = channel_->start(label, "reduce-scatter", sums_.device(), sums_.nbytes(), [&](Collectives& c) {
       return c.all_reduce(sums_, ReduceOp::kSum);
     });
   }
 
  private:
   void conclude() override {
-    divide_(sums_, division_.after);
+    divide_sums();
     copy_out(sums_, begins_, args_.slices);
     args_.wholes.clear();
     sums_.reset();
+    channel_->pool().give_back(std::exchange(memory_, at::Tensor()));
+  }
+
+  void divide_sums() {
+    if (sums_.device().is_cpu()) { // an operator takes longer than a few hundred divisions
+      combine_on_host(sums_, {sums_.const_data_ptr()}, ReduceOp::kSum, division_.after);
+    } else {
+      divide_(sums_, division_.after);
+    }
   }
 
   void concatenate_on_host() {
@@ -196,8 +207,10 @@ class WholeSum final : public StreamedWork {
     at::cat_out(sums_, flat);
   }
 
+  std::shared_ptr<Channel> channel_;
   ReduceScatter args_;
   Division division_;
+  at::Tensor memory_; // from the pool
   at::Tensor sums_; // the wholes, one after another
   std::vector<int64_t> begins_; // of this rank's slices in it
 };
@@ -224,7 +237,7 @@ std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, Red
   const at::Tensor& like = args.slices.front();
   const bool on_host = like.device().is_cpu();
   if (mostly_padding(args, layout, channel->size()) && (!on_host || host_backends_combine(like.scalar_type()))) {
-    return std::make_unique<WholeSum>(channel, std::move(args), label);
+    return std::make_unique<WholeSum>(std::move(channel), std::move(args), label);
   }
   if (on_host && combines_on_host(like.scalar_type())) {
     return std::make_unique<HostSum>(std::move(channel), std::move(args), std::move(layout), label);
