@@ -25,6 +25,13 @@ const Mesh& mesh_of(const ParamSpec& param, const UnitSpec& unit) {
 
 layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
   const auto& tensor = spec.tensor;
+  FSDP_CHECK(
+      tensor.layout() == c10::kStrided,
+      "[fully_shard] '",
+      spec.name,
+      "' is a ",
+      tensor.layout(),
+      " tensor, which cannot be cut into shards: make it dense with to_dense(), or put it into ignored_params");
   const int64_t ndim = tensor.dim();
   int64_t dim = spec.placement.dim;
   FSDP_CHECK(

@@ -95,6 +95,19 @@ TEST(Errors, ShardDimensionThatIsNotThere) {
       {"dimension 1 for 'bias'", "1 dimensions"});
 }
 
+TEST(Errors, ParametersThatAreNotDense) {
+  for (const auto& weight : {torch::eye(4).to_sparse(), torch::eye(4).to_sparse_csr()}) {
+    expect_error(
+        2,
+        [&] {
+          nn::Sequential model(nn::Linear(4, 4));
+          model->register_parameter("weight", weight.clone());
+          fully_shard(*model);
+        },
+        {"'weight' is a Sparse", "to_dense()", "ignored_params"});
+  }
+}
+
 TEST(Errors, MetaParameters) {
   expect_error(
       1,
