@@ -134,7 +134,8 @@ TEST(ShmMemory, GradientsAreNotCopied) {
   const auto body = [] {
     const auto group = join_processes(process_folder());
     const auto home = group->make_home(pieces_of(1, group->size()), {}, kTest);
-    home->gather(kTest)->wait(); // freed memory is kept from now on
+    home->gather(kTest)->wait(); // which ends the sharding
+    home->gather(kTest)->wait(); // from now on tensors lie in the arena, and freed memory is kept
     const int64_t numel = int64_t{32} << 18;
     const int64_t chunk = even_chunk(numel, group->size());
     const at::Tensor slice = at::zeros({chunk});
