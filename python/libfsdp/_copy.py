@@ -33,8 +33,9 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             memo[id(each.parameter)] = memo[id(each.handle)] = memo[id(each.shadow)] = each.unsharded_on_meta()
     twin = _copy_unsharded(module, memo)
     pairs = dict(zip(module.modules(), twin.modules(), strict=True))
+    stand_ins = {memo[id(each.parameter)] for each in copied}
     for state in reversed(states):  # children first
-        _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], memo)
+        _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], stand_ins)
     for state in states:
         for owner, name, each in state.sharded():
             if each in copied:
@@ -74,11 +75,12 @@ def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
             each.__dict__.update(names)
 
 
-def _shard_alike(state: FSDPState, modules: list[nn.Module], memo: dict[int, Any]) -> None:
+def _shard_alike(state: FSDPState, modules: list[nn.Module], stand_ins: set[nn.Parameter]) -> None:
     from ._fully_shard import fully_shard
 
-    ignored = {memo.get(id(each), each) for each in state.arguments["ignored_params"] or ()}
-    fully_shard(modules, **dict(state.arguments, ignored_params=ignored))
+    parameters = {parameter for each in modules for parameter in each.parameters()}
+    alone = {each for each in parameters - stand_ins if sharded_behind(each) is None}
+    fully_shard(modules, ignored_params=alone, **state.arguments)
     _C.copy_settings(state.unit, state_of(modules[0]).unit)
     for setter, value in state.collective_settings.items():
         getattr(modules[0], setter)(value)

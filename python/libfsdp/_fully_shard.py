@@ -66,10 +66,9 @@ def fully_shard(
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
-        ignored_params=ignored_params,
         dp_mesh_dims=dp_mesh_dims,
     )
-    unit, places, parallels = _make_unit(modules, arguments, parallel)
+    unit, places, parallels = _make_unit(modules, set(ignored_params or ()), arguments, parallel)
     state = FSDPState(unit, arguments, parallels)
     for owner, name, sharded in places:
         state.add(owner, name, sharded)
@@ -257,9 +256,8 @@ def _is_home(owner: nn.Module, name: str) -> bool:
 
 
 def _make_unit(
-    modules: list[nn.Module], arguments: dict[str, Any], parallel: DataParallel
+    modules: list[nn.Module], ignored: set[nn.Parameter], arguments: dict[str, Any], parallel: DataParallel
 ) -> tuple[_C.Unit, list[tuple], list[DataParallel]]:
-    ignored = set(arguments["ignored_params"] or ())
     views, slots = [], []
     planned: dict[nn.Parameter, _Plan] = {}
     for root in modules:

@@ -42,6 +42,12 @@ def ignoring():
     return blocks(model, ignored_params={*model.norm.parameters(), model.up.weight})
 
 
+def ignoring_what_was_replaced():
+    model = ignoring()
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
 def as_a_list():
     model = seeded(Layers)
     fully_shard([model.up, model.down])
@@ -80,6 +86,7 @@ KINDS = {
     "tied later": lambda: (lambda model: setattr(model.again, "weight", model.up.weight) or model)(blocks(seeded(Layers))),
     "frozen": frozen,
     "ignored": ignoring,
+    "ignored, replaced": ignoring_what_was_replaced,
     "list": as_a_list,
     "hybrid": hybrid,
     "tensor parallel": tensor_parallel,
