@@ -59,6 +59,13 @@ class ModuleState {
     return true;
   }
 
+  static void note_replacement() {
+    ++replacements;
+  }
+
+  /// How often users have put another parameter into some module's place. That module need not be called to be read.
+  static inline size_t replacements = 0;
+  size_t followed_below = replacements; ///< so many of them were followed in the modules below
   bool pending = false; ///< something has to be made before the modules' code can read their parameters
   bool converts = false; ///< inputs or outputs are cast, or moved
 
@@ -94,7 +101,11 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   const py::object module = arguments[0];
   const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
   const auto state = py::getattr(module, *state_name);
-  const auto& watched = state.cast<ModuleState&>();
+  auto& watched = state.cast<ModuleState&>();
+  if (const size_t replacements = ModuleState::replacements; watched.followed_below != replacements) {
+    state.attr("follow_below")(module);
+    watched.followed_below = replacements;
+  }
   if (!watched.intact()) {
     state.attr("follow")(module);
   }
@@ -129,6 +140,8 @@ void bind_module_state(py::module_& m) {
       .def("watch", &ModuleState::watch)
       .def("watch_shadow", &ModuleState::watch_shadow)
       .def("forget", &ModuleState::forget)
+      .def("intact", &ModuleState::intact)
+      .def_static("note_replacement", &ModuleState::note_replacement)
       .def_readwrite("pending", &ModuleState::pending)
       .def_readwrite("converts", &ModuleState::converts);
   const auto function = py::reinterpret_steal<py::object>(PyCFunction_New(&call_method, nullptr));

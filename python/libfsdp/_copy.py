@@ -12,11 +12,11 @@ from . import _C
 from ._composable import mark, unmark
 from ._registered import Registered, sharded_behind
 from ._sharded import Sharded
-from ._state import FSDPState, state_of
+from ._state import FSDPState, state_of, states_below
 
 
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    states = _states(module)
+    states = states_below(module)
     for state in states:
         state.follow()
     sharded = list({id(each): each for state in states for _, _, each in state.sharded()}.values())
@@ -34,7 +34,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin = _copy_unsharded(module, memo)
     pairs = dict(zip(module.modules(), twin.modules(), strict=True))
     stand_ins = {memo[id(each.parameter)] for each in copied}
-    for state in reversed(states):  # children first
+    for state in states:
         _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], stand_ins)
     for state in states:
         for owner, name, each in state.sharded():
@@ -47,10 +47,6 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if (state := state_of(each)) is not None:
             state.follow(each)
     return twin
-
-
-def _states(module: nn.Module) -> list[FSDPState]:
-    return list(dict.fromkeys(filter(None, map(state_of, module.modules()))))
 
 
 def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from . import _C
 from ._copy import copy_sharded
-from ._state import FSDPState, state_of
+from ._state import FSDPState, state_of, states_below
 
 
 class UnshardHandle(torch_fsdp.UnshardHandle):
@@ -71,9 +71,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def _below(self, recurse: bool) -> list[_C.Unit]:
         return [state.unit for state in self._states_below(recurse)]
 
-    def _states_below(self, recurse: bool) -> Iterable[FSDPState]:
-        modules = self.modules() if recurse else [self]
-        return dict.fromkeys(filter(None, map(state_of, modules)))
+    def _states_below(self, recurse: bool) -> list[FSDPState]:
+        return states_below(self) if recurse else [self._get_fsdp_state()]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Makes the parameters whole until ``reshard``; once they were used, they are freed as always.
@@ -224,7 +223,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         result = super().load_state_dict(*args, **kwargs)
-        for state in filter(None, map(state_of, self.modules())):
+        for state in states_below(self):
             state.follow()
         return result
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from . import _C
+
 if TYPE_CHECKING:
     from ._sharded import Sharded
 
@@ -76,6 +78,7 @@ class Registered(dict):
 
     def _put_in_all_places(self, sharded: "Sharded", tensor: torch.Tensor) -> None:
         """A tied parameter stays tied when one of its places gets another parameter."""
+        _C.ModuleState.note_replacement()
         for module, name in sharded.homes():
             dict.__setitem__(module._parameters, name, tensor)
             module.__dict__.pop(name, None)

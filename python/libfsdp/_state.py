@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -60,6 +61,7 @@ class _Calls(threading.local):
 
 
 _calls = _Calls()
+_numbers = itertools.count()
 
 
 class FSDPState(_C.ModuleState):
@@ -67,6 +69,7 @@ class FSDPState(_C.ModuleState):
 
     def __init__(self, unit: _C.Unit, arguments: dict[str, Any], parallels: list[DataParallel]):
         super().__init__()
+        self.number = next(_numbers)
         self.unit = unit
         self.arguments = arguments
         self.parallels = parallels  # one for each mesh that the parameters are on
@@ -123,6 +126,12 @@ class FSDPState(_C.ModuleState):
         self.pending = any(sharded.is_extended for _, _, sharded in self.sharded())
         if self.pending and called is not None:
             self.show_wholes()
+
+    def follow_below(self, called: nn.Module) -> None:
+        """The same for the modules below: their parameters may be read without a call of theirs."""
+        for state in states_below(called):
+            if not state.intact():
+                state.follow(called)
 
     def show_wholes(self) -> None:
         """Of parameters that are tensor subclasses: they are made by the first gather."""
@@ -184,3 +193,8 @@ class FSDPState(_C.ModuleState):
 
 def state_of(module: nn.Module) -> FSDPState | None:
     return module.__dict__.get("_fsdp_state")
+
+
+def states_below(module: nn.Module) -> list[FSDPState]:
+    """From ``module`` down, in the order in which they were made."""
+    return sorted(set(filter(None, map(state_of, module.modules()))), key=lambda state: state.number)

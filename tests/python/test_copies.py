@@ -27,7 +27,11 @@ class Layers(nn.Module):
 
 
 def blocks(model, **options):
-    fully_shard(model.up, **options)
+    return blocks_of(model, model.up, **options)
+
+
+def blocks_of(model, block, **options):
+    fully_shard(block, **options)
     return fully_shard(model, **options)
 
 
@@ -52,6 +56,23 @@ def as_a_list():
     model = seeded(Layers)
     fully_shard([model.up, model.down])
     return fully_shard(model)
+
+
+class InALayer(nn.Module):
+    """The first and the last layer are one unit, the last one within another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.around = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x):
+        return self.around(self.first(x))
+
+
+def as_a_list_within():
+    model = seeded(InALayer)
+    fully_shard([model.first, model.around[1]])
+    return blocks_of(model, model.around)
 
 
 def hybrid():
@@ -88,6 +109,7 @@ KINDS = {
     "ignored": ignoring,
     "ignored, replaced": ignoring_what_was_replaced,
     "list": as_a_list,
+    "list, within": as_a_list_within,
     "hybrid": hybrid,
     "tensor parallel": tensor_parallel,
     "one mesh": on_one_mesh,

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from harness import on_ranks
@@ -178,6 +178,35 @@ def test_a_wrong_parameter_is_an_error_until_a_right_one_comes():
     model(mine(rows(0, 5)))
     model.reset_iter_state()
     check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+class ReadsAWeight(nn.Module):
+    """Of a layer that it never calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.linear(x, self.layer.weight))
+
+
+@on_ranks(2)
+def test_a_parameter_of_a_unit_that_is_never_called():
+    fresh = torch.rand(5, 5, generator=torch.Generator().manual_seed(3))
+    model, reference = seeded(ReadsAWeight), seeded(ReadsAWeight)
+    fully_shard(model.layer)
+    fully_shard(model)
+    layout = model.layer._parameters["weight"]
+    for make in (torch.Tensor.clone, lambda whole: distribute_tensor(whole, layout.device_mesh, layout.placements)):
+        model.layer.weight = nn.Parameter(torch.rand(2, 2))
+        for _ in range(2):
+            with pytest.raises(ValueError, match="'weight' has shape"):
+                model(mine(rows(0, 5)))
+        model.layer.weight, reference.layer.weight = nn.Parameter(make(fresh)), nn.Parameter(fresh.clone())
+        model(mine(rows(0, 5)))
+        model.reset_iter_state()
+        check_training(model, reference, loss_of, (5,), exact=True, steps=2)
 
 
 @on_ranks(2, comm=("shm",))
