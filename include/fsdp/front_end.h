@@ -52,6 +52,10 @@ FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown
 /// `raise` throws an Error found in the middle of an operator in a form that torch hands on to the program as it is.
 FSDP_API void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)(std::exception_ptr error));
 
+/// A module is about to be called. Functions of users may ask a handle whether it requires a gradient before any
+/// operator on it is seen: after this, what is below a root says what its shards say.
+FSDP_API void note_call(const FSDPModule& module);
+
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);
 

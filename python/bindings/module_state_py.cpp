@@ -5,6 +5,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/shown_shard.h>
 
 #include "bindings.h"
@@ -17,6 +18,8 @@ namespace {
 /// so that modules are freed by reference counting.
 class ModuleState {
  public:
+  explicit ModuleState(FSDPModule unit) : unit(std::move(unit)) {}
+
   /// `parameter` is registered, `handle` is what the engine reads; both are None where nothing is. Data that users put
   /// behind the parameter count as another parameter.
   void watch(
@@ -66,6 +69,7 @@ class ModuleState {
   /// How often users have put another parameter into some module's place. That module need not be called to be read.
   static inline size_t replacements = 0;
   size_t followed_below = replacements; ///< so many of them were followed in the modules below
+  FSDPModule unit;
   bool pending = false; ///< something has to be made before the modules' code can read their parameters
   bool converts = false; ///< inputs or outputs are cast, or moved
 
@@ -102,6 +106,7 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
   const auto state = py::getattr(module, *state_name);
   auto& watched = state.cast<ModuleState&>();
+  note_call(watched.unit);
   if (const size_t replacements = ModuleState::replacements; watched.followed_below != replacements) {
     state.attr("follow_below")(module);
     watched.followed_below = replacements;
@@ -136,7 +141,8 @@ PyMethodDef call_method{
 
 void bind_module_state(py::module_& m) {
   py::class_<ModuleState>(m, "ModuleState")
-      .def(py::init<>())
+      .def(py::init<FSDPModule>(), py::arg("unit"))
+      .def_readonly("unit", &ModuleState::unit)
       .def("watch", &ModuleState::watch)
       .def("watch_shadow", &ModuleState::watch_shadow)
       .def("forget", &ModuleState::forget)

@@ -86,8 +86,10 @@ class ExtendedShard(DTensorShard):
     def shard(self) -> torch.Tensor: ...
 
 class ModuleState:
+    unit: Unit
     converts: bool
     pending: bool
+    def __init__(self, unit: Unit) -> None: ...
     def watch(
         self,
         registered: dict[str, Any],

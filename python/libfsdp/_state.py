@@ -68,9 +68,8 @@ class FSDPState(_C.ModuleState):
     """One call of ``fully_shard``: its unit, and the places of its parameters. Shared by the modules of a list."""
 
     def __init__(self, unit: _C.Unit, arguments: dict[str, Any], parallels: list[DataParallel]):
-        super().__init__()
+        super().__init__(unit)
         self.number = next(_numbers)
-        self.unit = unit
         self.arguments = arguments
         self.parallels = parallels  # one for each mesh that the parameters are on
         self.device = parallels[0].device
@@ -112,6 +111,7 @@ class FSDPState(_C.ModuleState):
         if sharded.shadow is not sharded.handle:
             self.watch_shadow(weakref.ref(module), name, sharded.shadow, sharded.parameter)
 
+    @torch.inference_mode(False)  # what is made here is trained later
     def follow(self, called: nn.Module | None = None) -> None:
         """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
         is about to read them."""

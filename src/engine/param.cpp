@@ -435,8 +435,21 @@ void Param::note_checkpointed_use(int64_t segment) {
 }
 
 void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
-  at::Tensor arrived = handle.grad();
-  handle.mutable_grad() = stand_in_;
+  if (at::Tensor arrived = handle.grad(); arrived.defined()) {
+    handle.mutable_grad() = stand_in_;
+    if (trainable()) {
+      add_gradient(std::move(arrived));
+    }
+  } // else it was frozen since the graph was made, and so was its handle
+  if (!in_checkpoint) {
+    used_in_graph_ = false;
+  }
+  if (uses_ > 0) {
+    unit_.gradient_came(--uses_ == 0);
+  }
+}
+
+void Param::add_gradient(at::Tensor arrived) {
   if (arrived.requires_grad()) {
     arrived = arrived.detach();
   }
@@ -456,12 +469,6 @@ void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
     if (const auto dtype = unit_.reduce_dtype_of(*this); gradient.scalar_type() != dtype) {
       gradient = gradient.to(dtype);
     }
-  }
-  if (!in_checkpoint) {
-    used_in_graph_ = false;
-  }
-  if (uses_ > 0) {
-    unit_.gradient_came(--uses_ == 0);
   }
 }
 

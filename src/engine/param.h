@@ -154,6 +154,7 @@ class alignas(64) Param {
   void end_watching();
   void end_stand_in();
   void set_requires_grad(bool wanted);
+  void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
 
   // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.

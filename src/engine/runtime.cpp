@@ -210,10 +210,12 @@ void Runtime::forward_begins() {
       !backward_queued_,
       "[forward] the last backward broke off in the middle, and has left gradients behind: ",
       "call reset_iter_state() on the root first, on all ranks");
-  if (std::exchange(in_step_, true)) {
-    return;
+  if (!std::exchange(in_step_, true)) {
+    follow_requires_grad();
   }
-  // Custom functions ask handles whether they require gradients before any operator sees them.
+}
+
+void Runtime::follow_requires_grad() {
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       unit->follow_requires_grad();

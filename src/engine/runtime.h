@@ -57,6 +57,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void write(Unit& unit, const Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
   void forward_begins();
+  /// Custom functions ask handles whether they require gradients before any operator sees them.
+  void follow_requires_grad();
   bool in_step() const {
     return in_step_;
   }

@@ -40,6 +40,12 @@ void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)
   set_caller(Caller{let_go, take_back, raise});
 }
 
+void note_call(const FSDPModule& module) {
+  if (module.unit()->parent() == nullptr) {
+    module.unit()->runtime().follow_requires_grad();
+  }
+}
+
 void copy_settings(const FSDPModule& from, const FSDPModule& to) {
   auto& policy = to.unit()->policy;
   policy = from.unit()->policy;

@@ -231,6 +231,28 @@ TEST_P(Modules, ACustomFunctionSeesWhatWasFrozenSince) {
   });
 }
 
+// One that comes before all operators looks at the handle as it was; then it is frozen, and LibTorch calls what waits
+// for its gradient without one.
+TEST_P(Modules, ACustomFunctionBeginsAStepWithWhatWasFrozen) {
+  on_threads(GetParam(), [] {
+    nn::Linear first(5, 5);
+    nn::ParameterList second;
+    second->append(torch::ones({5}).requires_grad_());
+    nn::ModuleList model(first, second);
+    fully_shard(*model);
+    const auto shards = parameters(*model);
+    for (const bool trainable : {true, false}) {
+      shards[2].set_requires_grad(trainable);
+      first(Double::apply(torch::ones({2, 5}), second[0])).sum().backward();
+      EXPECT_EQ(sharded(shards[2]).full_grad().defined(), trainable);
+      EXPECT_TRUE(sharded(shards[0]).full_grad().defined());
+      for (const auto& shard : shards) {
+        shard.mutable_grad().reset();
+      }
+    }
+  });
+}
+
 TEST_P(Modules, CustomAutogradFunction) {
   train([] {
     struct NetImpl : nn::Module {

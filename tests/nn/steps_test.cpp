@@ -50,8 +50,12 @@ class Stack {
     return layer(3).forward(torch::tanh(layer(2).forward(x))).pow(2).sum();
   }
 
-  std::vector<at::Tensor> gradients_of_step() {
+  void forget_gradients() {
     layers_->zero_grad();
+  }
+
+  std::vector<at::Tensor> gradients_of_step() {
+    forget_gradients();
     loss(0).backward();
     std::vector<at::Tensor> wholes;
     for (const auto& shard : layers_->parameters()) {
@@ -184,6 +188,35 @@ TEST_P(Training, GoesOnAfterAForwardThatLeftTheRootWhole) {
             EXPECT_EQ(root.unit()->state(), engine::UnitState::kWhole);
           }};
   expect_parity(trial, GetParam());
+}
+
+TEST_P(Training, FreezesBetweenForwardAndBackward) {
+  on_threads(GetParam(), [] {
+    for (const bool whole_layer : {false, true}) {
+      Stack stack;
+      auto& layer = stack.layer(1);
+      const auto shards = whole_layer ? parameters(layer) : std::vector{parameters(layer)[0]};
+      const auto set_trainable = [&](bool trainable) {
+        for (auto shard : shards) {
+          shard.set_requires_grad(trainable);
+        }
+      };
+      std::vector<at::Tensor> gradients; // of the layer's weight and of the first layer's
+      for (const bool trainable : {true, false, true}) {
+        set_trainable(true);
+        auto loss = stack.loss(0);
+        set_trainable(trainable);
+        loss.backward();
+        EXPECT_EQ(sharded(shards[0]).full_grad().defined(), trainable);
+        for (const auto& shard : {shards[0], parameters(stack.layer(0))[0]}) {
+          gradients.push_back(sharded(shard).full_grad());
+        }
+        stack.forget_gradients();
+      }
+      EXPECT_TRUE(at::equal(gradients[0], gradients[4]));
+      EXPECT_TRUE(at::equal(gradients[1], gradients[3]) && at::equal(gradients[1], gradients[5]));
+    }
+  });
 }
 
 // A frozen parameter has no gradient: nothing of it travels.

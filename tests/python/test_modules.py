@@ -194,6 +194,32 @@ def test_custom_autograd_functions():
     check_training(model, reference, loss_of, (5,), exact=True)
 
 
+class ScaledByALayer(nn.Module):
+    """A custom function is the first to read the layer's weight, and the layer is not called."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.last = nn.LayerNorm(5, bias=False), nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.last(Double.apply(x, self.layer.weight))
+
+
+@on_ranks(2)
+def test_custom_functions_see_what_was_frozen_or_thawed():
+    reference, model = seeded(ScaledByALayer), seeded(ScaledByALayer)
+    fully_shard(model.layer)
+    fully_shard(model)
+    for step, trainable in enumerate((False, True, True, False, False, True)):
+        for each in (reference, model):
+            next(each.layer.parameters()).requires_grad_(trainable)
+            each.zero_grad()
+        loss_of(model, mine(rows(step, 5))).backward()
+        reference_backward(reference, loss_of, rows(step, 5))
+        check_same(model, reference, what="gradients")
+        assert (next(model.layer.parameters()).grad is not None) == trainable
+
+
 @dataclasses.dataclass
 class Inner:
     value: torch.Tensor
