@@ -210,6 +210,16 @@ def test_a_parameter_of_a_unit_that_is_never_called():
 
 
 @on_ranks(2, comm=("shm",))
+def test_a_parameter_that_is_first_read_in_inference_mode():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    fresh = torch.rand(7, 5, generator=torch.Generator().manual_seed(3))
+    model[0].weight, reference[0].weight = nn.Parameter(fresh.clone()), nn.Parameter(fresh)
+    with torch.inference_mode():
+        assert torch.equal(model(mine(rows(0, 5))), reference(mine(rows(0, 5))))
+    check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+
+
+@on_ranks(2, comm=("shm",))
 def test_a_parameter_is_taken_away_and_put_back():
     reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
     for take_away in (lambda module: setattr(module, "bias", None), lambda module: delattr(module, "bias")):
