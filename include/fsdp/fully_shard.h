@@ -52,6 +52,9 @@ class FSDP_API FSDPModule {
   UnshardHandle unshard(bool async_op = false);
   /// Frees the whole parameters. Not recursive.
   void reshard();
+  /// Call it before shards are written by what no operator shows (a kernel of another library, numpy, an address). Not
+  /// needed between the end of a backward and the next step, where optimizers write. For the whole model. Collective.
+  void note_shard_writes();
   /// After an exception in the middle of a forward or backward: forgets the broken step. Call it on the root.
   void reset_iter_state();
 

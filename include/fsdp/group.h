@@ -128,6 +128,11 @@ class FSDP_API Group {
   /// True if gathering moves no bytes between ranks, so that keeping a smaller copy around would gain nothing.
   virtual bool gathers_in_place() const = 0;
 
+  /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them with
+  /// no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes. Collective.
+  virtual void begin_unseen_writes(const Label&) {}
+  virtual void end_unseen_writes() {}
+
   virtual std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) = 0;
   /// In place; `tensor` is contiguous.
   virtual std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) = 0;

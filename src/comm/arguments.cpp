@@ -1,5 +1,7 @@
 #include "comm/arguments.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
+
 #include "base/check.h"
 
 namespace fsdp {
@@ -97,6 +99,14 @@ void check_contiguous(const at::Tensor& tensor, const Label& label) {
 
 void check_root(int root, int size, const Label& label) {
   FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
+}
+
+void announce_write(const at::Tensor& tensor) {
+  if (tensor.key_set().has(c10::DispatchKey::DeferredInit)) { // else nobody watches
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("fsdp::note_write_", "").typed<void(const at::Tensor&)>();
+    op.call(tensor);
+  }
 }
 
 } // namespace fsdp

@@ -13,4 +13,7 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
 void check_contiguous(const at::Tensor& tensor, const Label& label);
 void check_root(int root, int size, const Label& label);
 
+/// Before a tensor is written by an address: who watches what operators write hears of it as of one.
+void announce_write(const at::Tensor& tensor);
+
 } // namespace fsdp

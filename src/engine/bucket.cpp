@@ -40,7 +40,15 @@ void Bucket::add(Param* param, std::shared_ptr<GatherExtension>) {
 }
 
 bool Bucket::reads_in_place() const {
-  return gather_group->gathers_in_place();
+  return gather_group->gathers_in_place() && std::any_of(params_.begin(), params_.end(), [](const Param* param) {
+           return param->shard_dtype() == param->gathered_dtype();
+         });
+}
+
+bool Bucket::gathers_together() const {
+  const bool casts = std::any_of(
+      params_.begin(), params_.end(), [](const Param* p) { return p->shard_dtype() != p->gathered_dtype(); });
+  return !params_.empty() && (casts || !gather_group->gathers_in_place());
 }
 
 bool Bucket::has_values() const {
@@ -157,6 +165,7 @@ void Bucket::release() {
   gathered_.reset();
   unpacked_.clear();
   private_.clear();
+  may_be_written_ = false;
 }
 
 void Bucket::make_private() {
@@ -179,23 +188,36 @@ void Bucket::make_private() {
 }
 
 void Bucket::write_back(const Unit& unit) {
+  if (!std::exchange(may_be_written_, false)) {
+    return;
+  }
   begin_write(unit);
   for (size_t i = 0; i < params_.size(); ++i) {
-    const Param& param = *params_[i];
-    const auto& layout = param.layout();
-    if (param.on_meta() || param.shard_was_replaced()) { // what users have put there is newer
-      continue;
-    }
-    auto slices = layout.in_place() ? private_[i].as_strided({layout.numel()}, {1}) : layout.pack(private_[i]);
-    auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
-    auto shard = param.shard();
-    auto written = mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset());
-    if (written.scalar_type() != shard.scalar_type()) { // what was not changed keeps the digits that were not gathered
-      written = written.to(shard.device());
-      written = at::where(written.eq(shard.to(written.scalar_type())), shard, written.to(shard.scalar_type()));
-    }
-    shard.copy_(written);
+    write_back(i);
   }
+}
+
+void Bucket::write_back(const Unit& unit, const Param& param) {
+  begin_write(unit);
+  write_back(index_of(param));
+}
+
+void Bucket::write_back(size_t index) {
+  const Param& param = *params_[index];
+  const at::Tensor& whole = private_[index];
+  const auto& layout = param.layout();
+  if (param.on_meta() || param.shard_was_replaced()) { // what users have put there is newer
+    return;
+  }
+  auto slices = layout.in_place() ? whole.as_strided({layout.numel()}, {1}) : layout.pack(whole);
+  auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
+  auto shard = param.shard();
+  auto written = mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset());
+  if (written.scalar_type() != shard.scalar_type()) { // what was not changed keeps the digits that were not gathered
+    written = written.to(shard.device());
+    written = at::where(written.eq(shard.to(written.scalar_type())), shard, written.to(shard.scalar_type()));
+  }
+  shard.copy_(written);
 }
 
 void Bucket::begin_write(const Unit& unit) {

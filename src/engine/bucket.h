@@ -57,6 +57,8 @@ class Bucket {
   bool has_values() const;
   /// True if the handles point into memory that other ranks write.
   virtual bool reads_in_place() const;
+  /// Whether a gather needs the other ranks: not where all slices are read in place.
+  virtual bool gathers_together() const;
   /// Gives the shards their memory, those excepted that are on the meta device. Collective.
   virtual void settle(const Unit& unit);
   /// From now on, `keep_share` keeps the whole among `ranks` neighbours. Collective.
@@ -83,8 +85,13 @@ class Bucket {
   at::Tensor private_copy(const Param& param) const {
     return private_[index_of(param)];
   }
-  /// This rank's part of the private copies goes to the shards.
+  /// This rank's part of the private copies goes to the shards: of all that may have been written, or of one.
   void write_back(const Unit& unit);
+  void write_back(const Unit& unit, const Param& param);
+  /// Somebody may write private copies and not say when.
+  void expect_writes() {
+    may_be_written_ = is_private();
+  }
 
   /// Returns once no rank reads this rank's shards any more.
   virtual void begin_write(const Unit& unit);
@@ -112,6 +119,8 @@ class Bucket {
   std::vector<at::Tensor>
       unpacked_; // wholes of parameters whose slices are not their own memory; by index, else undefined
   std::vector<at::Tensor> private_; // by index; empty unless is_private()
+  bool may_be_written_ = false; // private copies, and the shards do not have it yet
+  void write_back(size_t index);
 };
 
 } // namespace fsdp::engine

@@ -1,20 +1,30 @@
 #include "engine/checkpoint_scope.h"
 
 #include <atomic>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/autograd/engine.h>
 
-#include "base/caller.h"
-#include "engine/runtime.h"
+#include "engine/backward_graph.h"
 
 namespace fsdp::engine {
+
+/// The outermost backward around the checkpoints of a thread, and what is to be done at its end.
+struct CheckpointBackward::Outermost {
+  BackwardGraph graph = BackwardGraph::current();
+  std::vector<std::function<void()>> at_end;
+
+  static std::shared_ptr<Outermost>& of_thread() {
+    static thread_local std::shared_ptr<Outermost> outermost;
+    return outermost;
+  }
+};
 
 namespace {
 
 std::atomic<int64_t> next_segment{0};
 thread_local int64_t current_segment = -1;
-// Whom to tell when the outermost backward around the checkpoints of this thread ends; null outside of them.
-thread_local std::shared_ptr<std::vector<std::weak_ptr<Runtime>>> waiting;
 
 } // namespace
 
@@ -28,29 +38,32 @@ int64_t CheckpointForward::current() {
   return current_segment;
 }
 
-CheckpointBackward::CheckpointBackward() : outer_(waiting) {
-  if (!waiting) {
-    waiting = std::make_shared<Runtimes>();
-    torch::autograd::Engine::get_default_engine().queue_callback([runtimes = waiting] {
-      for (const auto& weak : *runtimes) {
-        if (auto runtime = weak.lock()) {
-          called_by_torch([&] { runtime->end_backward(); });
-        }
+CheckpointBackward::CheckpointBackward() : around_(Outermost::of_thread()) {
+  if (!around_) {
+    const auto outermost = std::make_shared<Outermost>();
+    torch::autograd::Engine::get_default_engine().queue_callback([outermost] {
+      for (const auto& run : outermost->at_end) {
+        run();
       }
     });
+    Outermost::of_thread() = outermost;
   }
 }
 
 CheckpointBackward::~CheckpointBackward() {
-  waiting = std::move(outer_);
+  Outermost::of_thread() = std::move(around_);
 }
 
 bool CheckpointBackward::active() {
-  return waiting != nullptr;
+  return Outermost::of_thread() != nullptr;
 }
 
-void CheckpointBackward::end_with_outer_backward(const std::shared_ptr<Runtime>& runtime) {
-  waiting->push_back(runtime);
+const BackwardGraph& CheckpointBackward::outermost() {
+  return Outermost::of_thread()->graph;
+}
+
+void CheckpointBackward::at_end(std::function<void()> run) {
+  Outermost::of_thread()->at_end.push_back(std::move(run));
 }
 
 } // namespace fsdp::engine

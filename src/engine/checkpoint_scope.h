@@ -1,14 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
-#include <vector>
 
 #include <fsdp/export.h>
 
 namespace fsdp::engine {
 
-class Runtime;
+class BackwardGraph;
 
 /// Around the first run of a checkpointed function, in which no graph is recorded: parameters touched in it will bring
 /// a gradient all the same, when the segment is recomputed.
@@ -36,12 +36,14 @@ class FSDP_API CheckpointBackward {
   CheckpointBackward& operator=(const CheckpointBackward&) = delete;
 
   static bool active();
-  /// The runtime's `end_backward` is called when the outermost backward ends.
-  static void end_with_outer_backward(const std::shared_ptr<Runtime>& runtime);
+  /// The backward around all that is nested on this thread.
+  static const BackwardGraph& outermost();
+  /// To be run when it ends.
+  static void at_end(std::function<void()> run);
 
  private:
-  using Runtimes = std::vector<std::weak_ptr<Runtime>>;
-  std::shared_ptr<Runtimes> outer_;
+  struct Outermost;
+  std::shared_ptr<Outermost> around_;
 };
 
 } // namespace fsdp::engine

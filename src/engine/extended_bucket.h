@@ -20,6 +20,9 @@ class ExtendedBucket final : public Bucket {
   bool reads_in_place() const override {
     return false;
   }
+  bool gathers_together() const override {
+    return true;
+  }
   void settle(const Unit& unit) override;
   void settle_among(int, const Label&) override {} // a smaller copy of what was sent would have to be sent again
   void gather(const Label& label) override;

@@ -47,11 +47,15 @@ struct Call {
   const Param* first_handle = nullptr;
   const Param* written_shard = nullptr;
   c10::SmallVector<std::shared_ptr<Unit>, 1> written; ///< they stay whole until the operator has run
+  c10::SmallVector<Param*, 1> written_handles; ///< whose shards do not have it yet
 
   Call(const OperatorTraits& traits, const std::string& name) : traits(traits), name(name) {}
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call() {
+    for (const Param* param : written_handles) {
+      param->bucket().expect_writes();
+    }
     let_go();
   }
   void hold(Unit& unit) {
@@ -68,23 +72,15 @@ struct Call {
 
 // `view`: the handle, or a view of it, which need not be part of a graph.
 void note_use(Param& param, const at::Tensor& view, Phase phase) {
-  if (!param.trainable()) {
+  if (phase != Phase::kForward || !param.trainable()) {
     return;
   }
-  if (c10::GradMode::is_enabled()) {
-    if (!view.requires_grad()) {
-      return;
-    }
-    if (phase == Phase::kForward) {
-      param.note_use();
-      param.unit().runtime().forward_begins();
-    } else {
-      param.note_recomputed_use();
-    }
-  } else if (phase == Phase::kForward && CheckpointForward::current() >= 0) {
+  if (CheckpointForward::current() >= 0) {
     param.note_checkpointed_use(CheckpointForward::current());
-    param.unit().runtime().forward_begins();
+  } else if (!c10::GradMode::is_enabled() || !view.requires_grad()) {
+    return;
   }
+  param.unit().runtime().forward_begins();
 }
 
 // What users have set on the shard since, before a graph, or a view that stays, takes the former along.
@@ -117,6 +113,7 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
     WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     call.hold(unit);
+    call.written_handles.push_back(&param);
     return;
   }
   if (unit.has_params_on_meta()) { // before a step begins
@@ -142,21 +139,25 @@ void see_shard(Param& param, bool written, Call& call) {
   }
 }
 
-// An optimizer that was built too early may have decayed a handle before it reads the gradient.
-void forget_writes(Unit& unit) {
+// What an operator has written to handles reaches the shards at once: whoever looks at their memory finds it there.
+void keep_writes(Call& call) {
+  if (call.written.empty() || call.traits.writes_later) {
+    return;
+  }
+  const auto units = call.written; // alive
+  call.let_go();
   WithoutCallersLock no_callers_lock;
-  auto lock = unit.runtime().lock();
-  InternalScope scope;
-  if (unit.is_private() && unit.held == 0) {
-    unit.discard_private();
+  for (const Param* param : std::exchange(call.written_handles, {})) {
+    Unit& unit = param->unit();
+    auto lock = unit.runtime().lock();
+    InternalScope scope;
+    if (unit.held == 0) { // else a guard decides what becomes of it
+      unit.write_back(*param);
+    }
   }
 }
 
-[[noreturn]] void refuse_gradient(Call& call, const Param* param) {
-  call.let_go();
-  if (param != nullptr) {
-    forget_writes(param->unit());
-  }
+[[noreturn]] void refuse_gradient(const Call& call) {
   fail(
       "[",
       call.name,
@@ -172,7 +173,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
-      refuse_gradient(call, tenant->param);
+      refuse_gradient(call);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
@@ -180,22 +181,23 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
 }
 
+// A tensor, an optional one, or lists of them.
+void see_argument(const c10::IValue& argument, bool written, Call& call) {
+  if (argument.isTensor()) {
+    see(argument.toTensor(), written, call);
+  } else if (argument.isList()) {
+    for (const c10::IValue& item : argument.toListRef()) {
+      if (!item.isTensor() && !item.isList() && !item.isNone()) {
+        break; // a list of numbers
+      }
+      see_argument(item, written, call);
+    }
+  }
+}
+
 void see_arguments(c10::ArrayRef<c10::IValue> arguments, Call& call) {
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const c10::IValue& argument = arguments[i];
-    if (argument.isTensor()) {
-      see(argument.toTensor(), call.traits.writes_argument(i), call);
-    } else if (argument.isList()) {
-      for (const c10::IValue& item : argument.toListRef()) {
-        if (item.isNone()) {
-          continue; // an optional tensor
-        }
-        if (!item.isTensor()) {
-          break; // a list of numbers
-        }
-        see(item.toTensor(), call.traits.writes_argument(i), call);
-      }
-    }
+    see_argument(arguments[i], call.traits.writes_argument(i), call);
   }
 }
 
@@ -228,6 +230,10 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
   }
 }
 
+bool is_in_use(const Unit& unit, Phase phase) {
+  return unit.is_in_use(phase) && (unit.runtime().sees_all_writes() || !Runtime::trains(phase));
+}
+
 void touch(Call& call) {
   if (call.units.empty()) {
     return;
@@ -241,12 +247,12 @@ void touch(Call& call) {
       "' and writes the shard of '",
       call.written_shard->name(),
       "' at once: clone() what it reads before");
-  Runtime& runtime = call.units[0]->runtime();
+  if (std::all_of(call.units.begin(), call.units.end(), [&](Unit* unit) { return is_in_use(*unit, call.phase); })) {
+    return;
+  }
   if (call.units.size() == 1) {
-    if (!runtime.is_current(*call.units[0], call.phase)) {
-      WithoutCallersLock no_callers_lock;
-      runtime.touch(call.units, call.phase);
-    }
+    WithoutCallersLock no_callers_lock;
+    call.units[0]->runtime().touch(call.units, call.phase);
     return;
   }
   WithoutCallersLock no_callers_lock;
@@ -291,9 +297,12 @@ void intercept_at(
   if (const auto dtype = dtype_to_cast_to(call, autocast)) {
     cast_inputs(schema, *stack, *dtype);
   }
-  NoAutocastCache no_cache(autocast);
-  c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
-  op.redispatchBoxed(keys_below(key, keys), stack);
+  {
+    NoAutocastCache no_cache(autocast);
+    c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+    op.redispatchBoxed(keys_below(key, keys), stack);
+  }
+  called_by_torch([&] { keep_writes(call); });
 }
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -302,6 +311,21 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
 
 void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   intercept_at(kInnerKey, op, keys, stack);
+}
+
+// Tensors in lists of lists have no say in where an operator goes, so that such operators are looked at on their way
+// through autograd.
+void intercept_lists_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const bool seen = c10::impl::tls_is_dispatch_key_excluded(kKey);
+  Call call(traits_of(op), op.schema().name());
+  if (!seen) {
+    called_by_torch([&] {
+      see_arguments(torch::jit::last(*stack, op.schema().arguments().size()), call);
+      touch(call);
+    });
+  }
+  c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 template <class Argument>
@@ -367,6 +391,20 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   library.impl("embedding", TORCH_FN(Unboxed<at::_ops::embedding>::intercept));
   library.impl("native_layer_norm", TORCH_FN(Unboxed<at::_ops::native_layer_norm>::intercept));
   library.impl("native_layer_norm_backward", TORCH_FN(Unboxed<at::_ops::native_layer_norm_backward>::intercept));
+}
+
+TORCH_LIBRARY_IMPL(c10d, Autograd, library) {
+  for (const char* name : {"allgather_", "allgather_coalesced_", "reduce_scatter_", "gather_", "scatter_"}) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::intercept_lists_of_lists>());
+  }
+}
+
+// So that writes past all operators can be announced as one. Whoever writes says so before.
+TORCH_LIBRARY_FRAGMENT(fsdp, library) {
+  library.def("note_write_(Tensor(a!) written) -> ()");
+}
+TORCH_LIBRARY_IMPL(fsdp, CompositeExplicitAutograd, library) {
+  library.impl("note_write_", [](const at::Tensor&) {});
 }
 
 TORCH_LIBRARY_IMPL(_, CustomRNGKeyId, library) {

@@ -132,6 +132,17 @@ bool needs_equal_dtypes(std::string_view name) {
   return names.count(name) > 0;
 }
 
+// c10d's schemas do not say what is written. It is the first argument, where results are; later, if the collective is
+// asynchronous.
+bool is_collective(std::string_view name) {
+  return name.starts_with("c10d::");
+}
+
+bool is_collective_that_only_reads(std::string_view name) {
+  static const Names names = {"c10d::send", "c10d::barrier", "c10d::monitored_barrier_"};
+  return names.count(name) > 0;
+}
+
 OperatorTraits read_schema(const c10::FunctionSchema& schema) {
   OperatorTraits traits;
   const std::string_view name = schema.name();
@@ -147,8 +158,13 @@ OperatorTraits read_schema(const c10::FunctionSchema& schema) {
       traits.writes |= uint64_t{1} << i;
     }
   }
+  traits.writes_later = name == "fsdp::note_write_";
+  if (is_collective(name)) {
+    traits.writes = is_collective_that_only_reads(name) ? 0 : 1;
+    traits.writes_later = true;
+  }
   const auto& results = schema.returns();
-  bool only_views = !results.empty() && traits.writes == 0 && !may_copy(name);
+  bool only_views = !results.empty() && traits.writes == 0 && !traits.writes_later && !may_copy(name);
   for (const auto& result : results) {
     only_views = only_views && result.alias_info() != nullptr;
   }

@@ -13,6 +13,8 @@ struct OperatorTraits {
   bool reads_nothing = false;
   /// Bit i: argument i is written (operators have fewer than 64 arguments; what lies beyond is taken as not written).
   uint64_t writes = 0;
+  /// What it writes may come after it has returned.
+  bool writes_later = false;
   /// Refuses inputs of different floating-point dtypes.
   bool dtypes_must_agree = false;
 

@@ -9,6 +9,7 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/view_into.h"
+#include "engine/backward_graph.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -387,6 +388,7 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
     gradient = gradient.to(shard_.device(), shard_.scalar_type());
   }
+  unit_.runtime().gradient_delivered(unit_);
   UserScope scope;
   shown_->give_gradient(std::move(gradient));
 }
@@ -414,38 +416,31 @@ void Param::install_gradient_hooks(const at::Tensor& handle) {
       });
 }
 
-void Param::note_use() {
-  if (!used_in_graph_) {
-    used_in_graph_ = true;
-    unit_.expect_gradients(uses_++ == 0);
-  }
-}
-
-void Param::note_recomputed_use() {
-  if (uses_ == 0) {
-    unit_.expect_gradients(uses_++ == 0);
-  }
-}
-
 void Param::note_checkpointed_use(int64_t segment) {
   if (segment != last_segment_) {
     last_segment_ = segment;
-    unit_.expect_gradients(uses_++ == 0);
+    unit_.expect_gradients(expected_++ == 0);
   }
 }
 
-void Param::take_gradient(const at::Tensor& handle, bool in_checkpoint) {
+void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
+  if (nested && expected_ > 0) {
+    return;
+  }
+  if (const at::Tensor handle(handle_.lock()); handle.defined() && graph.reaches(handle)) {
+    unit_.expect_gradients(expected_++ == 0);
+  }
+}
+
+void Param::take_gradient(const at::Tensor& handle) {
   if (at::Tensor arrived = handle.grad(); arrived.defined()) {
     handle.mutable_grad() = stand_in_;
     if (trainable()) {
       add_gradient(std::move(arrived));
     }
   } // else it was frozen since the graph was made, and so was its handle
-  if (!in_checkpoint) {
-    used_in_graph_ = false;
-  }
-  if (uses_ > 0) {
-    unit_.gradient_came(--uses_ == 0);
+  if (expected_ > 0) {
+    unit_.gradient_came(--expected_ == 0);
   }
 }
 
@@ -473,8 +468,7 @@ void Param::add_gradient(at::Tensor arrived) {
 }
 
 void Param::forget_uses() {
-  uses_ = 0;
-  used_in_graph_ = false;
+  expected_ = 0;
 }
 
 bool Param::takes_part_in_reduction() const {

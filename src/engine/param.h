@@ -16,6 +16,7 @@
 
 namespace fsdp::engine {
 
+class BackwardGraph;
 class Bucket;
 class Unit;
 
@@ -124,13 +125,12 @@ class alignas(64) Param {
     }
   }
 
-  /// A use whose gradient backward will bring: the graph of this forward, or one checkpointed segment.
-  void note_use();
-  /// The same, in a recomputation within backward: counted already, if by `note_checkpointed_use`.
-  void note_recomputed_use();
+  /// A checkpointed segment that uses it brings a gradient, once it is recomputed.
   void note_checkpointed_use(int64_t segment);
+  /// A backward begins: `nested`, one within another, of which the counts above may know.
+  void expect_gradient(const BackwardGraph& graph, bool nested);
   /// A gradient has arrived: takes it off the handle.
-  void take_gradient(const at::Tensor& handle, bool in_checkpoint);
+  void take_gradient(const at::Tensor& handle);
   void forget_uses();
   /// Whether the next reduction of its unit has something to do for it.
   bool takes_part_in_reduction() const;
@@ -162,9 +162,8 @@ class alignas(64) Param {
   std::shared_ptr<ShownShard> shown_;
   at::Tensor shard_;
   c10::StorageImpl* shard_storage_ = nullptr; // null once it has died
-  int uses_ = 0;
+  int expected_ = 0; // gradients
   c10::ScalarType gathered_;
-  bool used_in_graph_ = false;
   bool hooked_ = false;
 
   Unit& unit_;

@@ -8,7 +8,9 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/tracing.h"
+#include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
+#include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
@@ -42,6 +44,7 @@ void Runtime::add(Unit& unit) {
     unsharded_.push_back(&unit);
   }
   bound_reductions();
+  look_at_units();
 }
 
 void Runtime::bound_reductions() {
@@ -54,10 +57,16 @@ void Runtime::bound_reductions() {
   }
 }
 
+void Runtime::look_at_units() {
+  any_gathers_together_ = std::any_of(
+      units_.begin(), units_.end(), [](const Unit* unit) { return unit != nullptr && unit->gathers_together(); });
+}
+
 void Runtime::remove(Unit& unit) {
   auto guard = lock();
   std::replace(units_.begin(), units_.end(), &unit, static_cast<Unit*>(nullptr));
   std::erase(unsharded_, &unit);
+  std::erase(delivered_, &unit);
   reducer_.forget(unit);
   if (last_ == &unit) {
     last_ = nullptr;
@@ -78,6 +87,7 @@ void Runtime::adopt(Runtime& other) {
   InternalScope scope;
   other.reducer_.finish();
   in_step_ = in_step_ || other.in_step_;
+  unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
@@ -92,54 +102,95 @@ void Runtime::adopt(Runtime& other) {
   evaluating_.forget();
 }
 
-Schedule& Runtime::schedule_for(Phase phase) {
-  const bool training = phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
-  return training ? training_ : evaluating_;
+bool Runtime::trains(Phase phase) {
+  return phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
+}
+
+// [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
+// whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
+// nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
+// that for which it was gathered.
+bool Runtime::is_first_touch(const Unit& unit, bool training) const {
+  if (unit.state() == UnitState::kSharded || (training && unit.ahead != GatheredFor::kNobody)) {
+    return true;
+  }
+  return unit.ahead == GatheredFor::kEvaluation || (unit.ahead == GatheredFor::kWhoeverComes && !in_step_);
+}
+
+// Where some gathers need all ranks and others do not, ranks may differ in the latter.
+bool Runtime::takes_note(const Unit& unit, bool training) const {
+  const bool comes_again = training || unit.reshards_after(Phase::kForward);
+  return comes_again && (unit.gathers_together() || !any_gathers_together_);
 }
 
 void Runtime::touch(const TouchedUnits& units, Phase phase) {
   auto guard = lock();
-  Schedule& schedule = schedule_for(phase); // before the scope below turns grad mode off
+  const bool training = trains(phase); // before the scope below turns grad mode off
+  Schedule& schedule = training ? training_ : evaluating_;
   InternalScope scope;
   const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
   if (phase == Phase::kBackward) {
     begin_backward();
   }
+  if (training) {
+    begin_step(/*certainly=*/false);
+  }
   const Unit* before = last_;
+  const Unit* noted = nullptr;
+  TouchedUnits fetching; // those whose list is due
+  bool any_first = false;
   for (Unit* unit : units) {
+    const bool first = is_first_touch(*unit, training);
+    if (phase == Phase::kBackward ? !std::exchange(unit->used_in_backward, true) : first) {
+      fetching.push_back(unit);
+    }
+    if (!first) {
+      continue;
+    }
+    any_first = true;
+    unit->gathered_in_backward |= phase == Phase::kBackward;
     unit->requested = unit->prefetched = false;
-    unit->used_in_backward |= phase == Phase::kBackward;
-    if (unit != last_ || phase != last_phase_) {
+    unit->ahead = GatheredFor::kNobody;
+    last_ = unit;
+    if (takes_note(*unit, training)) {
       schedule.touched({unit->number(), phase});
-      last_ = unit;
-      last_phase_ = phase;
+      noted = unit;
     }
   }
-  current_is_whole_ = false;
-  release_left_behind(units, phase, schedule, before);
+  if (any_first) {
+    release_left_behind(units, phase, schedule, before);
+  }
   for (Unit* unit : units) {
     unit->unshard();
   }
-  prefetch(*last_, phase, schedule);
+  for (const Unit* unit : fetching) {
+    prefetch_listed(*unit, phase, training);
+  }
+  if (noted != nullptr) {
+    prefetch(*noted, phase, schedule);
+  }
   for (Unit* unit : units) {
     unit->unshard(); // again, if a prefetched unit's shards had to move, for which all readers let go
     unit->wait();
   }
-  current_is_whole_ = true;
   reducer_.progress();
 }
 
 void Runtime::release_left_behind(
     const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
-    if (!keeps(*unit, touched, phase, schedule, before)) {
-      unit->reshard(/*after_forward=*/phase == Phase::kForward);
+    if (!keeps(*unit, touched, phase, schedule)) {
+      const bool may_come_next = unit == before && !schedule.known() && !unit->is_private();
+      if (may_come_next) { // units touched in turns must not thrash
+        unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
+      } else {
+        unit->reshard(/*after_forward=*/phase == Phase::kForward);
+      }
     }
   }
 }
 
-bool Runtime::keeps(
-    Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) const {
+bool Runtime::keeps(const Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule) const {
   if (unit.held > 0 || unit.requested || unit.prefetched ||
       std::find(touched.begin(), touched.end(), &unit) != touched.end()) {
     return true;
@@ -150,34 +201,42 @@ bool Runtime::keeps(
   const bool contains_touched =
       std::any_of(touched.begin(), touched.end(), [&](const Unit* other) { return unit.is_ancestor_of(*other); });
   const bool waits_for_backward =
-      phase == Phase::kBackward && !unit.used_in_backward && !unit.reshards_after(Phase::kForward);
+      phase == Phase::kBackward && !unit.gathered_in_backward && !unit.reshards_after(Phase::kForward);
   if (contains_touched || waits_for_backward || !unit.reshards_after(phase)) {
     return true;
   }
-  if (!schedule.known()) {
-    return &unit == before; // units touched in turns must not thrash
-  }
   const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
-  return std::find(next.begin(), next.end(), unit.number()) != next.end();
+  return std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit.number(); });
 }
 
-void Runtime::prefetch(Unit& unit, Phase phase, const Schedule& schedule) {
-  const auto& listed = phase == Phase::kForward ? unit.policy.forward_prefetch : unit.policy.backward_prefetch;
-  for (const auto& weak : listed) {
+const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase phase) {
+  return phase == Phase::kForward ? unit.policy.forward_prefetch : unit.policy.backward_prefetch;
+}
+
+void Runtime::prefetch_listed(const Unit& unit, Phase phase, bool training) {
+  for (const auto& weak : list_of(unit, phase)) {
     if (auto next = weak.lock(); next && next->state() == UnitState::kSharded) {
-      next->unshard();
+      gather_ahead(*next, training);
       next->prefetched = true;
     }
   }
-  if (!listed.empty()) {
+}
+
+void Runtime::prefetch(const Unit& unit, Phase phase, const Schedule& schedule) {
+  if (!list_of(unit, phase).empty()) {
     return;
   }
-  for (int number : schedule.upcoming(prefetch_)) {
-    Unit* next = units_[number];
-    if (next != nullptr && (phase == Phase::kForward || next->policy.prefetch_in_backward)) {
-      next->unshard();
+  for (const auto& touch : schedule.upcoming(prefetch_)) {
+    Unit* next = units_[touch.unit];
+    if (next != nullptr && (touch.phase == Phase::kForward || next->policy.prefetch_in_backward)) {
+      gather_ahead(*next, &schedule == &training_);
     }
   }
+}
+
+void Runtime::gather_ahead(Unit& unit, bool training) {
+  unit.unshard();
+  unit.ahead = training ? GatheredFor::kTraining : GatheredFor::kEvaluation;
 }
 
 void Runtime::write(Unit& unit, const Param& param) {
@@ -202,17 +261,23 @@ void Runtime::write(Unit& unit, const Param& param) {
   unit.unshard();
   unit.wait();
   unit.make_private(param.bucket());
-  last_ = nullptr; // the next touch, of whatever unit, goes the long way
+  last_ = nullptr;
 }
 
 void Runtime::forward_begins() {
-  FSDP_CHECK(
-      !backward_queued_,
-      "[forward] the last backward broke off in the middle, and has left gradients behind: ",
-      "call reset_iter_state() on the root first, on all ranks");
+  check_not_broken("forward");
   if (!std::exchange(in_step_, true)) {
     follow_requires_grad();
   }
+}
+
+void Runtime::check_not_broken(const char* operation) const {
+  FSDP_CHECK(
+      !broken_ && (!backward_queued_ || torch::autograd::get_current_graph_task_id() >= 0),
+      "[",
+      operation,
+      "] the last backward broke off in the middle, and has left gradients behind: ",
+      "call reset_iter_state() on the root first, on all ranks");
 }
 
 void Runtime::follow_requires_grad() {
@@ -223,42 +288,91 @@ void Runtime::follow_requires_grad() {
   }
 }
 
+namespace {
+
+/// Queued to be run at the end of a backward. If it goes without having been run, that ended in an exception.
+class EndOfBackward {
+ public:
+  EndOfBackward(std::weak_ptr<Runtime> runtime, int64_t number) : runtime_(std::move(runtime)), number_(number) {}
+  ~EndOfBackward() {
+    if (auto runtime = done_ ? nullptr : runtime_.lock()) {
+      runtime->backward_broke(number_);
+    }
+  }
+  EndOfBackward(const EndOfBackward&) = delete;
+  EndOfBackward& operator=(const EndOfBackward&) = delete;
+
+  void run() {
+    if (auto runtime = runtime_.lock()) {
+      called_by_torch([&] { runtime->end_backward(); });
+    }
+    done_ = true;
+  }
+
+ private:
+  std::weak_ptr<Runtime> runtime_;
+  int64_t number_;
+  bool done_ = false;
+};
+
+} // namespace
+
+void Runtime::backward_broke(int64_t number) {
+  broken_ = broken_ || number == backward_;
+}
+
 void Runtime::begin_backward() {
+  check_not_broken("backward");
   if (backward_queued_) {
     return;
   }
+  const BackwardGraph graph = CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
   backward_queued_ = true;
-  auto self = shared_from_this();
-  if (CheckpointBackward::active()) {
-    CheckpointBackward::end_with_outer_backward(self);
-    return;
-  }
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = std::weak_ptr<Runtime>(self)] {
-    if (auto runtime = weak.lock()) {
-      called_by_torch([&] { runtime->end_backward(); });
+  graph_ = graph.id();
+  backward_may_repeat_ = graph.is_kept();
+  gradients_arrived_ = false;
+  for (Unit* unit : units_) {
+    if (unit != nullptr) {
+      unit->expect_gradients(graph, /*nested=*/false);
     }
-  });
+  }
+  end_unseen_writes();
+  const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backward_);
+  if (CheckpointBackward::active()) {
+    CheckpointBackward::at_end([end] { end->run(); });
+  } else {
+    torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
+  }
 }
 
 void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
   auto guard = lock();
-  const bool in_checkpoint = CheckpointBackward::active();
+  const BackwardGraph graph = BackwardGraph::current();
   InternalScope scope;
   begin_backward();
+  gradients_arrived_ = true;
   Unit& unit = param.unit();
-  param.take_gradient(handle, in_checkpoint);
+  if (graph.id() != graph_) {
+    unit.expect_gradients(graph, /*nested=*/true);
+  }
+  param.take_gradient(handle);
   reducer_.progress(); // often: gradients in flight are memory
   if (unit.take_ready()) {
     auto keep_alive = unit.shared_from_this();
     if (unit.policy.reshard_after_backward && unit.held == 0 && !unit.requested) {
       unit.reshard();
-      current_is_whole_ = current_is_whole_ && last_ != &unit;
     }
     // Where ranks may use different units, only the end of backward is the same moment, and a fixed order the same
     // order.
     if (!unit.policy.reduce_unused_params) {
       reduce(unit);
     }
+  }
+}
+
+void Runtime::gradient_delivered(Unit& unit) {
+  if (std::find(delivered_.begin(), delivered_.end(), &unit) == delivered_.end()) {
+    delivered_.push_back(&unit);
   }
 }
 
@@ -292,17 +406,92 @@ void Runtime::end_backward() {
       unit->reshard();
     }
   }
+  const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
   for (Unit* unit : units_) {
     if (unit != nullptr) {
-      unit->forget_uses();
+      step_is_over ? unit->forget_uses() : unit->end_backward();
     }
   }
-  training_.end_step();
+  if (step_is_over) {
+    training_.end_step();
+    in_step_ = false;
+  }
   backward_queued_ = false;
-  in_step_ = false;
   last_ = nullptr;
-  current_is_whole_ = false;
+  if (is_last_backward_ && !delivered_.empty()) {
+    open_for_unseen_writes();
+  }
   notify(EventKind::kEndBackward, nullptr);
+}
+
+// [Note: unseen writes] Operators show when shards are written. Kernels that another compiler has made, and whoever has
+// an address, do not. So from the end of a backward on, until the next step begins, shards count as written: no rank
+// reads them in place any more, and what is gathered then comes after whatever the program did.
+void Runtime::open_for_unseen_writes() {
+  unseen_writes_ = shards_changed_ = true;
+  std::vector<Group*> groups;
+  for (Unit* unit : std::exchange(delivered_, {})) {
+    for (const auto& bucket : unit->buckets()) {
+      Group* group = bucket->reads_in_place() ? bucket->gather_group.get() : nullptr;
+      if (group != nullptr && std::find(groups.begin(), groups.end(), group) == groups.end()) {
+        groups.push_back(group);
+      }
+    }
+  }
+  for (Unit* unit : units_) {
+    if (unit != nullptr && unit->offloaded()) { // the host may write while a copy to the device is under way
+      for (const auto& bucket : unit->buckets()) {
+        bucket->begin_write(*unit);
+      }
+    }
+  }
+  WithoutCallersLock no_callers_lock;
+  for (Group* group : groups) {
+    in_place_readers::stop(*group);
+    group->begin_unseen_writes({"end of backward", ""});
+  }
+  for (Unit* unit : unsharded_) {
+    unit->wait();
+    unit->requested = false;
+    unit->kept_through_backward = true;
+  }
+}
+
+void Runtime::begin_step(bool certainly) {
+  if (!unseen_writes_) {
+    return;
+  }
+  unseen_writes_ = false;
+  shards_changed_ = true;
+  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
+    const bool stays = unit->requested || (unit->kept_through_backward && !certainly);
+    if (!stays && unit->held == 0) {
+      unit->reshard();
+    }
+  }
+  if (certainly) {
+    end_unseen_writes();
+  }
+}
+
+void Runtime::end_unseen_writes() {
+  for (const Unit* unit : units_) {
+    for (size_t i = 0; unit != nullptr && i < unit->buckets().size(); ++i) {
+      unit->buckets()[i]->gather_group->end_unseen_writes();
+    }
+  }
+}
+
+void Runtime::expect_unseen_writes() {
+  auto guard = lock();
+  InternalScope scope;
+  WithoutCallersLock no_callers_lock;
+  for (Unit* unit : units_) {
+    if (unit != nullptr) {
+      unit->expect_unseen_writes();
+    }
+  }
+  unseen_writes_ = true;
 }
 
 void Runtime::reset() {
@@ -317,14 +506,16 @@ void Runtime::reset() {
   training_.abandon_step();
   evaluating_.abandon_step();
   backward_queued_ = false;
+  ++backward_; // what the broken one has queued may go later
+  broken_ = false;
+  delivered_.clear();
   in_step_ = false;
   is_last_backward_ = true;
   last_ = nullptr;
-  current_is_whole_ = false;
 }
 
 void Runtime::order_gather() {
-  if (!std::exchange(shards_changed_, false)) {
+  if (!std::exchange(shards_changed_, false) && !unseen_writes_) {
     return; // the stream waited then
   }
   if (post_optim_event_) {
@@ -344,7 +535,6 @@ void Runtime::unit_changed(Unit& unit, EventKind kind) {
     unsharded_.push_back(&unit);
   } else if (kind == EventKind::kReshard) {
     std::erase(unsharded_, &unit);
-    current_is_whole_ = current_is_whole_ && last_ != &unit;
   }
   notify(kind, &unit);
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -47,12 +48,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   // -- what happens in a step
 
-  /// An operator is about to read handles of these units: makes them whole.
+  /// Whether an operator of this thread belongs to a step, else to an evaluation.
+  static bool trains(Phase phase);
+  /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is learned,
+  /// and nothing follows: one rank may look at it alone.
   void touch(const TouchedUnits& units, Phase phase);
-  /// Whether `touch` would have nothing to do: the unit was touched last, in this phase, and is whole.
-  bool is_current(const Unit& unit, Phase phase) const {
-    return &unit == last_ && phase == last_phase_ && current_is_whole_;
+  /// Whether no shard can have been written since it was gathered, except by operators.
+  bool sees_all_writes() const {
+    return !unseen_writes_;
   }
+  /// Shards may have been written by what no operator shows: the next gathers come after that.
+  void expect_unseen_writes();
+  /// A step begins, on all ranks. `certainly`: the program has said so, where else a touch is all there is.
+  void begin_step(bool certainly);
   /// A handle is about to be written outside a step.
   void write(Unit& unit, const Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
@@ -63,10 +71,14 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     return in_step_;
   }
   void gradient_arrived(Param& param, const at::Tensor& handle);
+  /// A shard has got its gradient: an optimizer may be about to step.
+  void gradient_delivered(Unit& unit);
   void set_is_last_backward(bool last) {
     is_last_backward_ = last;
   }
   void end_backward();
+  /// What `begin_backward` queued was dropped: the backward of this number ended in an exception.
+  void backward_broke(int64_t number);
   /// After a step that broke off: all units are sharded, nothing is in flight, no gradient is pending.
   void reset();
 
@@ -102,6 +114,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     observer_ = std::move(observer);
   }
   void unit_changed(Unit& unit, EventKind kind);
+  /// What a unit says of itself has changed.
+  void look_at_units();
   /// How many units ahead of the one touched are gathered.
   void set_prefetch(size_t count) {
     prefetch_ = count;
@@ -111,11 +125,17 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
 
  private:
-  Schedule& schedule_for(Phase phase);
   void begin_backward();
+  bool takes_note(const Unit& unit, bool training) const;
+  bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
-  bool keeps(Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) const;
-  void prefetch(Unit& unit, Phase phase, const Schedule& schedule);
+  bool keeps(const Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule) const;
+  void prefetch_listed(const Unit& unit, Phase phase, bool training);
+  void prefetch(const Unit& unit, Phase phase, const Schedule& schedule);
+  static void gather_ahead(Unit& unit, bool training);
+  void open_for_unseen_writes();
+  void end_unseen_writes();
+  void check_not_broken(const char* operation) const;
   void reduce(Unit& unit);
   void reduce_what_waits();
   void notify(EventKind kind, const Unit* unit);
@@ -136,12 +156,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Schedule evaluating_{/*repeats=*/true};
   Reducer reducer_;
 
-  Unit* last_ = nullptr;
-  Phase last_phase_ = Phase::kForward;
-  bool current_is_whole_ = false;
+  Unit* last_ = nullptr; // of which note was taken
+  bool any_gathers_together_ = false;
   bool shards_changed_ = true; // since the last gather
+  bool unseen_writes_ = false; // possible since backward has ended, or the program said so
+  std::vector<Unit*> delivered_; // whose shards got gradients since then
   bool in_step_ = false;
   bool backward_queued_ = false;
+  int graph_ = -1; // that backward goes through
+  bool gradients_arrived_ = false; // in this backward
+  bool backward_may_repeat_ = false;
+  std::atomic<int64_t> backward_ = 0; // counts them, and resets
+  std::atomic<bool> broken_ = false;
   bool is_last_backward_ = true;
   size_t prefetch_ = 1;
   Observer observer_;

@@ -49,20 +49,21 @@ void Schedule::forget() {
   abandon_step();
 }
 
-std::vector<int> Schedule::upcoming(size_t count) const {
-  std::vector<int> units;
+std::vector<Schedule::Touch> Schedule::upcoming(size_t count) const {
+  std::vector<Touch> touches;
   if (!following_) {
-    return units;
+    return touches;
   }
   const int current = recorded_.empty() ? -1 : recorded_.back().unit;
   const size_t end = expected_.size() + (repeats_ ? next_ : 0);
-  for (size_t i = next_; i < end && units.size() < count; ++i) {
-    const int unit = expected_[i % expected_.size()].unit;
-    if (unit != current && std::find(units.begin(), units.end(), unit) == units.end()) {
-      units.push_back(unit);
+  for (size_t i = next_; i < end && touches.size() < count; ++i) {
+    const Touch& touch = expected_[i % expected_.size()];
+    const bool known = std::any_of(touches.begin(), touches.end(), [&](const auto& t) { return t.unit == touch.unit; });
+    if (touch.unit != current && !known) {
+      touches.push_back(touch);
     }
   }
-  return units;
+  return touches;
 }
 
 } // namespace fsdp::engine

@@ -34,8 +34,8 @@ class Schedule {
   bool known() const {
     return following_;
   }
-  /// The units expected next, nearest first, each once, without the one touched last.
-  std::vector<int> upcoming(size_t count) const;
+  /// The touches expected next, nearest first, of each unit its first, without the unit touched last.
+  std::vector<Touch> upcoming(size_t count) const;
 
  private:
   bool resume_at(Touch touch);

@@ -10,6 +10,7 @@
 #include "base/tracing.h"
 #include "comm/c10d/factory.h"
 #include "comm/custom_group.h"
+#include "engine/backward_graph.h"
 #include "engine/extended_bucket.h"
 #include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
@@ -137,6 +138,11 @@ void Unit::settle(Bucket& bucket, const char* operation) {
   if (policy.reshard_to) {
     bucket.settle_among(*policy.reshard_to, label(operation));
   }
+  gathers_together_ =
+      std::any_of(buckets_.begin(), buckets_.end(), [](const auto& each) { return each->gathers_together(); });
+  if (runtime_) {
+    runtime_->look_at_units();
+  }
 }
 
 void Unit::set_name(std::string name) {
@@ -228,6 +234,8 @@ void Unit::wait() {
 
 void Unit::reshard(bool after_forward) {
   requested = false;
+  ahead = GatheredFor::kNobody;
+  kept_through_backward = false;
   if (state_ == UnitState::kSharded) {
     return;
   }
@@ -259,6 +267,13 @@ void Unit::make_private(Bucket& bucket) {
 
 bool Unit::is_private() const {
   return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->is_private(); });
+}
+
+void Unit::write_back(const Param& param) {
+  if (param.bucket().is_private()) {
+    runtime_->shards_change();
+    param.bucket().write_back(*this, param);
+  }
 }
 
 at::Tensor Unit::private_copy(const Param& param) const {
@@ -357,6 +372,16 @@ void Unit::before_shard_read() {
   }
 }
 
+void Unit::expect_unseen_writes() {
+  if (held == 0) {
+    reshard();
+  }
+  runtime_->shards_change();
+  for (auto& bucket : buckets_) {
+    bucket->begin_write(*this);
+  }
+}
+
 void Unit::settle_replaced_shards() {
   for (auto& bucket : buckets_) {
     const auto& params = bucket->params();
@@ -422,12 +447,24 @@ void Unit::follow_requires_grad() {
   }
 }
 
+void Unit::expect_gradients(const BackwardGraph& graph, bool nested) {
+  if (std::exchange(graph_, graph.id()) != graph.id()) {
+    for (auto& param : params_) {
+      param->expect_gradient(graph, nested);
+    }
+  }
+}
+
+void Unit::end_backward() {
+  used_in_backward = gathered_in_backward = false;
+  prefetched = false;
+}
+
 void Unit::forget_uses() {
+  end_backward();
   awaiting_ = 0;
   ready_ = false;
   reduced = false;
-  used_in_backward = false;
-  prefetched = false;
   for (auto& param : params_) {
     param->forget_uses();
   }

@@ -17,6 +17,7 @@
 
 namespace fsdp::engine {
 
+class BackwardGraph;
 class Runtime;
 
 /// Which memory of a unit lives, besides its shards. Gradients on their way are the reducer's, whatever the state here.
@@ -25,6 +26,9 @@ enum class UnitState : char {
   kArriving, ///< the whole parameters, being filled
   kWhole, ///< the whole parameters, under the handles
 };
+
+/// For whose next touch a unit was gathered ahead of it.
+enum class GatheredFor : char { kNobody, kTraining, kEvaluation, kWhoeverComes };
 
 struct ParamSpec {
   std::string name; ///< relative to the unit's module
@@ -136,9 +140,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the
   /// backward.
   void reshard(bool after_forward = false);
-  /// whole -> whole, but a bucket's memory is writable: changes reach the shards at the next reshard.
+  /// whole -> whole, but a bucket's memory is writable.
   void make_private(Bucket& bucket);
   bool is_private() const;
+  /// What was written to a private copy reaches the shard.
+  void write_back(const Param& param);
   /// The writable copy itself: a plain tensor.
   at::Tensor private_copy(const Param& param) const;
   /// Drops private copies without writing them back.
@@ -147,6 +153,18 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool requested = false;
   /// Asked for by an explicit prefetch: kept until it is touched, or backward has ended.
   bool prefetched = false;
+  /// Gathered ahead, by the runtime or by the user, and not touched since.
+  GatheredFor ahead = GatheredFor::kNobody;
+  /// Whether a touch has nothing to do.
+  bool is_in_use(Phase phase) const {
+    const bool listed_is_fetched =
+        phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
+    return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && listed_is_fetched;
+  }
+  /// Whether its gather needs the other ranks.
+  bool gathers_together() const {
+    return gathers_together_;
+  }
   /// Held whole whatever happens: by guards, by an operator that writes to it.
   int held = 0;
 
@@ -169,6 +187,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void before_shard_write(Param& param);
   /// Before an operator reads a shard: writes to handles become visible.
   void before_shard_read();
+  /// Before shards are written by what no operator shows: as `before_shard_write`, of all.
+  void expect_unseen_writes();
   /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
   void settle_replaced_shards();
   bool has_params_on_meta() const {
@@ -197,7 +217,12 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool awaits_reduction() const;
   bool reduced = false; ///< in this backward
   bool used_in_backward = false;
+  bool gathered_in_backward = false;
+  bool kept_through_backward = false; ///< whole since the last one
   int64_t gradient_bytes() const;
+  /// Once for each backward.
+  void expect_gradients(const BackwardGraph& graph, bool nested);
+  void end_backward();
   void forget_uses();
   void follow_requires_grad();
   /// After a step that broke off.
@@ -223,9 +248,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // What each touch looks at, together; see Param.
   UnitState state_ = UnitState::kSharded;
   bool on_meta_ = false; // some parameters are
+  bool gathers_together_ = false;
   bool ready_ = false;
   int awaiting_ = 0; // parameters whose gradients are expected
   int number_ = 0;
+  int graph_ = -1; // the backward whose gradients are expected
   Unit* parent_ = nullptr;
   std::shared_ptr<Runtime> runtime_;
   std::vector<std::unique_ptr<Param>> params_;

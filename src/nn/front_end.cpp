@@ -1,5 +1,7 @@
 #include <fsdp/front_end.h>
 
+#include <c10/core/GradMode.h>
+
 #include "base/caller.h"
 #include "base/check.h"
 #include "engine/internal_scope.h"
@@ -41,8 +43,16 @@ void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)
 }
 
 void note_call(const FSDPModule& module) {
-  if (module.unit()->parent() == nullptr) {
-    module.unit()->runtime().follow_requires_grad();
+  if (module.unit()->parent() != nullptr) {
+    return;
+  }
+  auto& runtime = module.unit()->runtime();
+  runtime.follow_requires_grad();
+  if (c10::GradMode::is_enabled() && !runtime.sees_all_writes()) {
+    WithoutCallersLock no_callers_lock;
+    auto lock = runtime.lock();
+    engine::InternalScope scope;
+    runtime.begin_step(/*certainly=*/true);
   }
 }
 

@@ -63,6 +63,7 @@ UnshardHandle FSDPModule::unshard(bool async_op) {
   engine::InternalScope scope;
   unit_->unshard();
   unit_->requested = true;
+  unit_->ahead = engine::GatheredFor::kWhoeverComes;
   UnshardHandle handle(unit_);
   if (!async_op) {
     handle.wait();
@@ -74,6 +75,10 @@ void FSDPModule::reshard() {
   auto guard = unit_->runtime().lock();
   engine::InternalScope scope;
   unit_->reshard();
+}
+
+void FSDPModule::note_shard_writes() {
+  unit_->runtime().expect_unseen_writes();
 }
 
 void FSDPModule::reset_iter_state() {

@@ -91,6 +91,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   ++unit->held;
   for (const auto& bucket : unit->buckets()) {
     unit->make_private(*bucket);
+    bucket->expect_writes();
   }
 }
 

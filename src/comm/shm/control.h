@@ -54,6 +54,9 @@ struct alignas(64) RankSlot {
   Counter finished; // collectives for which this rank has read all that it needs from others
   Counter writing; // write phases entered
   Counter published; // write phases left
+  Counter opened; // times for unseen writes that it has entered,
+  Counter closed; // and is through with
+  Counter looked; // the last of these in which it gathered before it wrote
   std::atomic<uint32_t> reading; // it is reading other ranks' tensors just now
 
   alignas(64) SharedLabel doing; // the operation called last

@@ -9,7 +9,8 @@ Core::Core(std::shared_ptr<Members> members_, Reach reach_)
     : members(std::move(members_)),
       reach(std::move(reach_)),
       collectives(*members),
-      phases(*members),
+      phases(*members, &RankSlot::writing, &RankSlot::published),
+      unseen_writes(*members),
       fresh_homes(*members) {
   members->set_background(&collectives);
   members->family()->groups.push_back(members);
@@ -23,6 +24,7 @@ Core::~Core() {
   try {
     collectives.advance();
     phases.publish_writes();
+    unseen_writes.end();
     fresh_homes.publish();
     if (!members->failed()) {
       collectives.await_kept(0, label);

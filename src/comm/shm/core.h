@@ -10,6 +10,7 @@
 #include "comm/shm/phases.h"
 #include "comm/shm/reach.h"
 #include "comm/shm/scratch.h"
+#include "comm/shm/unseen_writes.h"
 
 namespace fsdp::shm {
 
@@ -25,6 +26,7 @@ struct Core {
   Reach reach;
   Collectives collectives;
   Phases phases;
+  UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
   FreshHomes fresh_homes;
   int homes = 0; // alive

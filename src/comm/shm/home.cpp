@@ -50,6 +50,9 @@ struct HomeState {
   }
   ~HomeState() {
     core->fresh_homes.remove(fresh);
+    for (size_t i = 0; segment && i < pieces.size(); ++i) {
+      core->unseen_writes.forget(slice(i));
+    }
     if (--core->homes == 0 && std::exchange(core->keeps_arena, false)) {
       Arena::of_process().stop_keeping();
     }
@@ -57,6 +60,12 @@ struct HomeState {
   HomeState(const HomeState&) = delete;
   HomeState& operator=(const HomeState&) = delete;
 
+  void watch_slices() {
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const size_t bytes = bytes_of(pieces[i].length(core->members->rank()), pieces[i].stored);
+      core->unseen_writes.watch(slice(i), layout.in_place[i] ? bytes : 0);
+    }
+  }
   char* slice(size_t index) const {
     const Piece& piece = pieces[index];
     return segment->writable() + layout.stored[index] + bytes_of(piece.begin(core->members->rank()), piece.stored);
@@ -80,6 +89,7 @@ class GatheredPieces final : public Gathered {
     core.fresh_homes.gathered(state_->fresh);
     if (state_->layout.any_in_place) {
       core.phases.publish_writes();
+      core.unseen_writes.before_gather();
     }
     if (state_->layout.any_cast) {
       cast();
@@ -96,6 +106,7 @@ class GatheredPieces final : public Gathered {
     Core& core = *state_->core;
     if (state_->layout.any_in_place) {
       core.phases.await_readable(label_);
+      core.unseen_writes.await_others(label_);
       core.fresh_homes.await_readable(state_->fresh, label_);
     }
     if (arrival_) {
@@ -165,6 +176,7 @@ class SharedHome final : public Home {
     Core& core = *state_->core;
     if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
       const WithoutCallersLock no_callers_lock;
+      core.unseen_writes.end();
       core.phases.begin_write(label);
       core.collectives.release_kept(); // the others have read this step's gradients
     }
@@ -242,6 +254,7 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
   state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
   state.fresh.published = reinterpret_cast<Progress*>(state.segment->writable());
   state.core->fresh_homes.add(state.fresh);
+  state.watch_slices();
   if (new_scratch) {
     auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
     state.scratch = std::make_shared<Scratch>(*state.core->members, std::move(segment));

@@ -5,21 +5,21 @@ namespace fsdp::shm {
 void Phases::begin_write(const Label& label) {
   members_.begin(label);
   ++phase_;
-  members_.publish(members_.mine().writing, phase_);
-  members_.await_all(&RankSlot::writing, phase_, label);
+  members_.publish(members_.mine().*entered_, phase_);
+  members_.await_all(entered_, phase_, label);
   writing_ = true;
 }
 
 void Phases::publish_writes() {
   if (writing_) {
     writing_ = false;
-    members_.publish(members_.mine().published, phase_);
+    members_.publish(members_.mine().*left_, phase_);
   }
 }
 
 bool Phases::readable() {
   for (int r = 0; readable_ < phase_ && r < members_.size(); ++r) {
-    if (members_.slot(r).published.load() < phase_) {
+    if ((members_.slot(r).*left_).load() < phase_) {
       return false;
     }
   }
@@ -29,7 +29,7 @@ bool Phases::readable() {
 
 void Phases::await_readable(const Label& label) {
   if (!readable()) {
-    members_.await_all(&RankSlot::published, phase_, label);
+    members_.await_all(left_, phase_, label);
     readable_ = phase_;
   }
 }
@@ -37,7 +37,7 @@ void Phases::await_readable(const Label& label) {
 void Phases::resume(bool all_were_writing) {
   readable_ = phase_; // whoever was writing has published
   if (all_were_writing) {
-    members_.publish(members_.mine().writing, ++phase_);
+    members_.publish(members_.mine().*entered_, ++phase_);
     writing_ = true;
   }
 }

@@ -15,7 +15,9 @@ namespace fsdp::shm {
 /// outside of this: see [Note: fresh homes]. Same thread safety as Members.
 class Phases {
  public:
-  explicit Phases(Members& members) : members_(members) {}
+  using Published = Counter RankSlot::*;
+  /// Counters of the phases that a rank has entered and left.
+  Phases(Members& members, Published entered, Published left) : members_(members), entered_(entered), left_(left) {}
 
   /// Before writing, unless `writing`.
   void begin_write(const Label& label);
@@ -31,9 +33,14 @@ class Phases {
   bool writing() const {
     return writing_;
   }
+  /// The phase entered last.
+  uint64_t entered() const {
+    return phase_;
+  }
 
  private:
   Members& members_;
+  Published entered_, left_;
   bool writing_ = false;
   uint64_t phase_ = 0; // entered last
   uint64_t readable_ = 0; // all ranks are known to have left it

@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "comm/arguments.h"
 #include "comm/shm/join.h"
 
 namespace fsdp::shm {
@@ -19,15 +20,25 @@ class ShmGroup final : public Group {
     return true;
   }
 
+  void begin_unseen_writes(const Label& label) override {
+    core_->unseen_writes.begin(label);
+  }
+
+  void end_unseen_writes() override {
+    core_->unseen_writes.end();
+  }
+
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     return shm::reduce_scatter(core_, std::move(args), label);
   }
 
   std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override {
+    announce_write(tensor);
     return shm::all_reduce(core_, std::move(tensor), op, divide_by, label);
   }
 
   void broadcast(at::Tensor tensor, int root, const Label& label) override {
+    announce_write(tensor);
     shm::broadcast(core_, tensor, root, label);
   }
 

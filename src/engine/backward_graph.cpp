@@ -1,0 +1,30 @@
+#include "engine/backward_graph.h"
+
+#include <torch/csrc/autograd/variable.h>
+
+namespace fsdp::engine {
+
+BackwardGraph BackwardGraph::current() {
+  BackwardGraph graph;
+  graph.id_ = torch::autograd::get_current_graph_task_id();
+  if (graph.id_ >= 0) {
+    graph.kept_ = torch::autograd::get_current_graph_task_keep_graph();
+    graph.nodes_ = torch::autograd::get_current_graph_task_nodes_in_graph();
+    graph.wanted_ = torch::autograd::get_current_graph_task_exec_info();
+  }
+  return graph;
+}
+
+bool BackwardGraph::reaches(const at::Tensor& leaf) const {
+  const auto end = torch::autograd::impl::try_get_grad_accumulator(leaf); // there is one while a graph has the leaf
+  if (end == nullptr || nodes_ == nullptr || nodes_->count(end.get()) == 0) {
+    return false;
+  }
+  if (wanted_ == nullptr || wanted_->empty()) {
+    return true;
+  }
+  const auto found = wanted_->find(end.get());
+  return found != wanted_->end() && found->second.needed_;
+}
+
+} // namespace fsdp::engine

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <unordered_map>
+#include <unordered_set>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+namespace fsdp::engine {
+
+/// What the backward that runs on this thread will go through: so that gradients need not be guessed from uses. Valid
+/// as long as that backward.
+class BackwardGraph {
+ public:
+  static BackwardGraph current();
+
+  /// Differs between backwards, also nested ones.
+  int id() const {
+    return id_;
+  }
+  /// Whether more backwards may go through what this one goes through.
+  bool is_kept() const {
+    return kept_;
+  }
+  /// Whether a gradient will be added to this leaf's.
+  bool reaches(const at::Tensor& leaf) const;
+
+ private:
+  using Node = torch::autograd::Node;
+  int id_ = -1;
+  bool kept_ = false;
+  const std::unordered_set<Node*>* nodes_ = nullptr;
+  const std::unordered_map<Node*, torch::autograd::GraphTask::ExecInfo>* wanted_ = nullptr; // empty: all nodes
+};
+
+} // namespace fsdp::engine
