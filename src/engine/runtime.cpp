@@ -178,38 +178,35 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
 
 void Runtime::release_left_behind(
     const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
+  const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
-    if (!keeps(*unit, touched, phase, schedule)) {
-      const bool may_come_next = unit == before && !schedule.known() && !unit->is_private();
-      if (may_come_next) { // units touched in turns must not thrash
-        unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
-      } else {
-        unit->reshard(/*after_forward=*/phase == Phase::kForward);
-      }
+    if (stays(*unit, touched, phase)) {
+      continue;
+    }
+    const bool expected = schedule.known()
+        ? std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit->number(); })
+        : unit == before; // units touched in turns must not thrash
+    if (expected && !unit->is_private()) {
+      unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
+    } else {
+      unit->reshard(/*after_forward=*/phase == Phase::kForward);
     }
   }
 }
 
-bool Runtime::keeps(const Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule) const {
+bool Runtime::stays(const Unit& unit, const TouchedUnits& touched, Phase phase) {
   if (unit.held > 0 || unit.requested || unit.prefetched ||
       std::find(touched.begin(), touched.end(), &unit) != touched.end()) {
     return true;
-  }
-  if (unit.is_private()) {
-    return false;
   }
   const bool contains_touched =
       std::any_of(touched.begin(), touched.end(), [&](const Unit* other) { return unit.is_ancestor_of(*other); });
   const bool waits_for_backward =
       phase == Phase::kBackward && !unit.gathered_in_backward && !unit.reshards_after(Phase::kForward);
-  if (contains_touched || waits_for_backward || !unit.reshards_after(phase)) {
-    return true;
-  }
-  const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
-  return std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit.number(); });
+  return !unit.is_private() && (contains_touched || waits_for_backward || !unit.reshards_after(phase));
 }
 
-const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase phase) {
+static const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase phase) {
   return phase == Phase::kForward ? unit.policy.forward_prefetch : unit.policy.backward_prefetch;
 }
 
@@ -429,12 +426,13 @@ void Runtime::end_backward() {
 // reads them in place any more, and what is gathered then comes after whatever the program did.
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = shards_changed_ = true;
-  std::vector<Group*> groups;
-  for (Unit* unit : std::exchange(delivered_, {})) {
+  std::vector<std::pair<Group*, const Unit*>> written; // with a unit for errors to name
+  for (const Unit* unit : std::exchange(delivered_, {})) {
     for (const auto& bucket : unit->buckets()) {
       Group* group = bucket->reads_in_place() ? bucket->gather_group.get() : nullptr;
-      if (group != nullptr && std::find(groups.begin(), groups.end(), group) == groups.end()) {
-        groups.push_back(group);
+      const bool known = std::any_of(written.begin(), written.end(), [&](const auto& w) { return w.first == group; });
+      if (group != nullptr && !known) {
+        written.emplace_back(group, unit);
       }
     }
   }
@@ -446,9 +444,9 @@ void Runtime::open_for_unseen_writes() {
     }
   }
   WithoutCallersLock no_callers_lock;
-  for (Group* group : groups) {
+  for (const auto& [group, unit] : written) {
     in_place_readers::stop(*group);
-    group->begin_unseen_writes({"end of backward", ""});
+    group->begin_unseen_writes(unit->label("end of backward"));
   }
   for (Unit* unit : unsharded_) {
     unit->wait();

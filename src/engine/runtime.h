@@ -129,7 +129,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool takes_note(const Unit& unit, bool training) const;
   bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
-  bool keeps(const Unit& unit, const TouchedUnits& touched, Phase phase, const Schedule& schedule) const;
+  static bool stays(const Unit& unit, const TouchedUnits& touched, Phase phase);
   void prefetch_listed(const Unit& unit, Phase phase, bool training);
   void prefetch(const Unit& unit, Phase phase, const Schedule& schedule);
   static void gather_ahead(Unit& unit, bool training);

@@ -190,9 +190,9 @@ Place expected_place(const Loss& loss) {
     case Moment::kForward:
       return {{"unshard"}, "(root)"};
     case Moment::kBackward: // a slower survivor may be told in its next gather
-      return shares_memory ? Place{{"reduce gradients", "unshard"}, "blocks.2"} : Place{{"unshard"}, "blocks.1"};
+      return {{"reduce gradients", "unshard"}, "blocks.2"};
     case Moment::kReduce: // of the last unit, which others may not have behind them
-      return {{"reduce gradients", shares_memory ? "write shards" : "unshard"}, "(root)"};
+      return {{"reduce gradients", shares_memory ? "end of backward" : "unshard"}, ""};
     case Moment::kOptimizer:
       return {{shares_memory ? "write shards" : "unshard"}, "(root)"};
   }

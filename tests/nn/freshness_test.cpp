@@ -1,0 +1,323 @@
+// What is read is what was written last, whether or not an operator showed the write; and looking at parameters alone
+// disturbs nobody.
+
+#include <chrono>
+#include <sstream>
+#include <thread>
+
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/parity.h"
+#include "nn/subjects.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr float kRate = 0.125; // a power of two: products with it are exact, however they are computed
+
+void with_an_operator(at::Tensor& parameter) {
+  const torch::NoGradGuard no_grad;
+  parameter.sub_(parameter.grad(), kRate);
+}
+
+// As kernels of other libraries do, and those that compilers generate.
+void past_all_operators(at::Tensor& parameter) {
+  const at::Tensor gradient = parameter.grad().contiguous();
+  float* const values = parameter.data_ptr<float>();
+  for (int64_t i = 0; i < parameter.numel(); ++i) {
+    values[i] -= kRate * gradient.data_ptr<float>()[i];
+  }
+}
+
+void some_ranks_are_slower(int step) {
+  if (step % world_size() == rank()) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  }
+}
+
+using WriteShard = std::function<void(at::Tensor&)>;
+using Between = std::function<void(nn::Sequential&, int step)>;
+const Between kNothing = [](nn::Sequential&, int) {};
+
+struct Program {
+  WriteShard write = with_an_operator;
+  Between before_write = kNothing;
+  Between after_write = kNothing;
+  FullyShardOptions options = {};
+  bool root_only = false;
+};
+
+nn::Sequential stack_of(int layers, int64_t width = 6) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  torch::manual_seed(1);
+  nn::Sequential model;
+  for (int i = 0; i < layers; ++i) {
+    model->push_back(nn::Linear(width, width));
+    model->push_back(nn::Tanh());
+  }
+  return model;
+}
+
+// Losses of each step, then all whole parameters.
+std::vector<at::Tensor> train(const Program& program, int steps = 6) {
+  nn::Sequential model = stack_of(3);
+  for (size_t i = 0; i < model->size() && !program.root_only; i += 2) {
+    fully_shard(*model[i], program.options);
+  }
+  fully_shard(*model, program.options);
+  std::vector<at::Tensor> seen;
+  for (int step = 0; step < steps; ++step) {
+    model->zero_grad();
+    auto loss = model->forward(subjects::data(rank(), step, {4, 6})).pow(2).mean();
+    seen.push_back(loss.detach());
+    loss.backward();
+    program.before_write(model, step);
+    some_ranks_are_slower(step);
+    for (auto& parameter : parameters(*model)) {
+      if (parameter.grad().defined()) {
+        program.write(parameter);
+      }
+    }
+    program.after_write(model, step);
+  }
+  for (const auto& parameter : parameters(*model)) {
+    seen.push_back(sharded(parameter).full_tensor());
+  }
+  return seen;
+}
+
+void expect_equal(const std::vector<at::Tensor>& actual, const std::vector<at::Tensor>& expected) {
+  ASSERT_EQ(actual.size(), expected.size());
+  for (size_t i = 0; i < actual.size(); ++i) {
+    EXPECT_TRUE(torch::equal(actual[i], expected[i])) << "rank " << rank() << ", value " << i;
+  }
+}
+
+// Both kinds of writes, everything else being equal.
+void expect_no_difference(Program program) {
+  program.write = with_an_operator;
+  const auto expected = train(program);
+  program.write = past_all_operators;
+  expect_equal(train(program), expected);
+}
+
+struct Setting {
+  std::string backend; ///< empty: threads
+  int ranks;
+};
+
+std::string name_of(const ::testing::TestParamInfo<Setting>& info) {
+  return (info.param.backend.empty() ? "threads" : info.param.backend) + std::to_string(info.param.ranks);
+}
+
+void on_ranks(const Setting& setting, const std::function<void()>& body) {
+  if (setting.backend.empty()) {
+    on_threads(setting.ranks, body);
+    return;
+  }
+  on_processes(setting.ranks, [&] {
+    init({.backend = setting.backend, .device = "cpu", .timeout = std::chrono::seconds(60)});
+    body();
+    shutdown();
+  });
+}
+
+class Freshness : public ::testing::TestWithParam<Setting> {};
+INSTANTIATE_TEST_SUITE_P(
+    Ranks,
+    Freshness,
+    ::testing::Values(
+        Setting{"", 1}, Setting{"", 2}, Setting{"", 3}, Setting{"", 4}, Setting{"shm", 3}, Setting{"gloo", 2}),
+    name_of);
+
+TEST_P(Freshness, WritesThatNoOperatorShows) {
+  on_ranks(GetParam(), [] {
+    expect_no_difference({});
+    expect_no_difference({.root_only = true});
+    expect_no_difference({.options = {.reshard_after_forward = false}});
+  });
+}
+
+TEST_P(Freshness, WritesThatNoOperatorShowsInMixedPrecision) {
+  on_ranks(GetParam(), [] {
+    expect_no_difference({.options = {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}}});
+  });
+}
+
+TEST_P(Freshness, AnEvaluationAfterThem) {
+  on_ranks(GetParam(), [] {
+    const auto seen = std::make_shared<std::vector<at::Tensor>>();
+    const Between evaluate = [seen](nn::Sequential& model, int step) {
+      const torch::NoGradGuard no_grad;
+      seen->push_back(model->forward(subjects::data(0, step, {2, 6})));
+    };
+    train({.write = with_an_operator, .after_write = evaluate});
+    const auto expected = std::exchange(*seen, {});
+    train({.write = past_all_operators, .after_write = evaluate});
+    expect_equal(*seen, expected);
+  });
+}
+
+TEST_P(Freshness, AllRanksLookBetweenBackwardAndTheWrites) {
+  on_ranks(GetParam(), [] {
+    const Between look = [](nn::Sequential& model, int step) {
+      const torch::NoGradGuard no_grad;
+      model[0]->as<nn::Linear>()->weight.norm();
+      some_ranks_are_slower(step + 1);
+    };
+    expect_no_difference({.before_write = look});
+  });
+}
+
+// Only where a gather asks nobody.
+TEST_P(Freshness, OneRankLooksBetweenBackwardAndTheWrites) {
+  if (GetParam().backend == "gloo") {
+    GTEST_SKIP() << "over Gloo a gather is a collective";
+  }
+  on_ranks(GetParam(), [] {
+    for (const bool recording : {false, true}) {
+      const Between look = [recording](nn::Sequential& model, int step) {
+        if (rank() == step % world_size()) {
+          const torch::AutoGradMode mode(recording);
+          model[2]->as<nn::Linear>()->weight.norm();
+          some_ranks_are_slower(step);
+        }
+      };
+      expect_no_difference({.before_write = recording ? kNothing : look, .after_write = kNothing});
+      Program program{.write = with_an_operator};
+      const auto expected = train(program);
+      program.before_write = look;
+      expect_equal(train(program), expected);
+    }
+  });
+}
+
+TEST_P(Freshness, WritesBetweenEvaluationsThatWereAnnounced) {
+  on_ranks(GetParam(), [] {
+    nn::Sequential model = stack_of(2);
+    fully_shard(*model[0]);
+    auto root = fully_shard(*model);
+    const torch::NoGradGuard no_grad;
+    const auto x = torch::ones({2, 6});
+    for (int step = 0; step < 4; ++step) {
+      model->forward(x);
+      root.note_shard_writes();
+      some_ranks_are_slower(step);
+      for (auto& parameter : parameters(*model)) {
+        std::fill_n(parameter.data_ptr<float>(), parameter.numel(), static_cast<float>(step));
+      }
+      const auto first = model[0]->as<nn::Linear>()->forward(x);
+      EXPECT_TRUE(first.eq(7 * step).all().item<bool>()) << first;
+    }
+  });
+}
+
+TEST_P(Freshness, CollectivesOfOursOnShards) {
+  on_ranks(GetParam(), [] {
+    nn::Linear model(6, 6);
+    fully_shard(*model);
+    const torch::NoGradGuard no_grad;
+    const auto x = torch::ones({1, 6});
+    for (int step = 1; step < 4; ++step) {
+      for (auto& shard : model->parameters()) {
+        shard.fill_(step);
+      }
+      EXPECT_TRUE(model->forward(x).eq(7 * step).all().item<bool>());
+      some_ranks_are_slower(step);
+      for (auto& shard : model->parameters()) {
+        if (world_size() == 2) { // pieces of one size
+          default_mesh().group()->all_reduce(shard, ReduceOp::kSum, 1, {"average", ""})->wait();
+        }
+      }
+      EXPECT_TRUE(model->forward(x).eq(7 * step * (world_size() == 2 ? 2 : 1)).all().item<bool>());
+    }
+  });
+}
+
+TEST_P(Freshness, AShardHasWhatWasWrittenThroughAMember) {
+  on_ranks(GetParam(), [] {
+    nn::Linear model(5, 3);
+    fully_shard(*model);
+    {
+      const torch::NoGradGuard no_grad;
+      model->weight.fill_(7);
+      model->bias.add_(1).fill_(7);
+    }
+    for (const auto& shard : model->parameters()) {
+      for (int64_t i = 0; i < shard.numel(); ++i) {
+        EXPECT_EQ(shard.data_ptr<float>()[i], 7);
+      }
+      std::stringstream file;
+      torch::save(shard, file);
+      at::Tensor loaded;
+      torch::load(loaded, file);
+      EXPECT_TRUE(loaded.eq(7).all().item<bool>());
+    }
+  });
+}
+
+TEST_P(Freshness, OneRankLooksAtWhatIsWholeWithinAStep) {
+  on_ranks(GetParam(), [] {
+    const auto run = [](bool looks) {
+      nn::Sequential model = stack_of(3);
+      for (size_t i = 0; i < model->size(); i += 2) {
+        fully_shard(*model[i]);
+      }
+      fully_shard(*model);
+      std::vector<at::Tensor> seen;
+      for (int step = 0; step < 5; ++step) {
+        model->zero_grad();
+        at::Tensor x = subjects::data(rank(), step, {4, 6});
+        for (size_t i = 0; i < model->size(); i += 2) {
+          auto* layer = model[i]->as<nn::Linear>();
+          x = layer->forward(x).tanh();
+          if (looks && rank() == 0) {
+            const torch::NoGradGuard no_grad;
+            layer->weight.norm();
+          }
+        }
+        auto loss = x.pow(2).mean();
+        seen.push_back(loss.detach());
+        loss.backward();
+        for (auto& parameter : parameters(*model)) {
+          with_an_operator(parameter);
+        }
+      }
+      return seen;
+    };
+    const auto expected = run(false);
+    expect_equal(run(true), expected);
+  });
+}
+
+TEST_P(Freshness, ASecondBackwardAfterABrokenOneIsTheSameError) {
+  on_ranks(GetParam(), [] {
+    nn::Sequential model = stack_of(2);
+    fully_shard(*model[0]);
+    auto root = fully_shard(*model);
+    auto x = torch::ones({2, 6}).requires_grad_();
+    auto hidden = model[0]->as<nn::Linear>()->forward(x);
+    bool breaks = true;
+    hidden.register_hook([&breaks](const at::Tensor&) -> at::Tensor {
+      if (breaks) {
+        throw std::runtime_error("from a hook");
+      }
+      return {};
+    });
+    auto loss = model[2]->as<nn::Linear>()->forward(hidden.tanh()).sum();
+    EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), std::runtime_error);
+    breaks = false;
+    const auto said = error_message([&] { loss.backward(); });
+    EXPECT_TRUE(contains(said, "reset_iter_state()")) << said;
+    root.reset_iter_state();
+    model->zero_grad();
+    model->forward(torch::ones({2, 6})).sum().backward();
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing

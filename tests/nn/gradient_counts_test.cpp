@@ -1,0 +1,143 @@
+// Gradients that no use in a forward announces: the numbers are right, and no more of them are whole at a time than
+// `describe` says.
+
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "nn/parity.h"
+#include "nn/watched.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+/// A layer whose weight is read inside a function only, as fused layers do.
+struct FusedLinear : torch::autograd::Function<FusedLinear> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
+    context->save_for_backward({x, weight});
+    return x.mm(weight.t());
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
+    const auto saved = context->get_saved_variables();
+    return {gradients[0].mm(saved[1]), gradients[0].t().mm(saved[0])};
+  }
+};
+
+constexpr int64_t kWidth = 32;
+constexpr int kLayers = 6;
+
+struct Model {
+  nn::Sequential layers;
+  std::function<at::Tensor(const at::Tensor& x)> forward;
+};
+
+Model make_model(bool fused) {
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  torch::manual_seed(3);
+  nn::Sequential layers;
+  for (int i = 0; i < kLayers; ++i) {
+    layers->push_back(nn::Linear(nn::LinearOptions(kWidth, kWidth).bias(false)));
+  }
+  const auto forward = [layers, fused](at::Tensor x) mutable {
+    for (size_t i = 0; i < layers->size(); ++i) {
+      auto* layer = layers[i]->as<nn::Linear>();
+      x = torch::tanh(fused ? FusedLinear::apply(x, layer->weight) : layer->forward(x));
+    }
+    return x.pow(2).mean();
+  };
+  return {layers, forward};
+}
+
+void shard_layers(const Model& model) {
+  for (const auto& layer : *model.layers) {
+    fully_shard(*layer.ptr());
+  }
+}
+
+using Step = std::function<void(const Model& model, const at::Tensor& x)>;
+
+void plain(const Model& model, const at::Tensor& x) {
+  model.forward(x).backward();
+}
+
+void with_gradient_penalty(const Model& model, const at::Tensor& x) {
+  auto input = x.clone().requires_grad_();
+  const auto loss = model.forward(input);
+  const auto slope = torch::autograd::grad({loss}, {input}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  (loss + slope.pow(2).sum()).backward();
+}
+
+void twice_through_one_graph(const Model& model, const at::Tensor& x) {
+  const auto loss = model.forward(x);
+  loss.backward({}, /*retain_graph=*/true);
+  loss.backward();
+}
+
+void two_forwards_before_two_backwards(const Model& model, const at::Tensor& x) {
+  const auto first = model.forward(x), second = model.forward(x * 2);
+  first.backward();
+  second.backward();
+}
+
+struct Kind {
+  const char* name;
+  Step step;
+  bool fused;
+};
+
+class GradientCounts : public ::testing::TestWithParam<Kind> {};
+INSTANTIATE_TEST_SUITE_P(
+    Steps,
+    GradientCounts,
+    ::testing::Values(
+        Kind{"CustomFunctions", plain, true},
+        Kind{"GradientPenalty", with_gradient_penalty, false},
+        Kind{"RetainedGraph", twice_through_one_graph, false},
+        Kind{"TwoForwardsTwoBackwards", two_forwards_before_two_backwards, false}),
+    [](const auto& info) { return info.param.name; });
+
+// A rank's gradients are those of its own input, so the mean over equal inputs is that of one process.
+TEST_P(GradientCounts, AreThoseOfUnshardedTraining) {
+  const auto [name, step, fused] = GetParam();
+  const auto x = torch::linspace(-1, 1, 4 * kWidth).view({4, kWidth});
+  for (const int ranks : {1, 2, 4}) {
+    on_threads(ranks, [&, step = step, fused = fused] {
+      const Model plain_model = make_model(fused), model = make_model(fused);
+      shard_layers(model);
+      fully_shard(*model.layers.ptr());
+      for (int i = 0; i < 3; ++i) {
+        step(plain_model, x);
+        step(model, x);
+      }
+      for (size_t i = 0; i < kLayers; ++i) {
+        const auto expected = plain_model.layers->parameters()[i].grad();
+        const auto actual = sharded(model.layers->parameters()[i]).full_grad();
+        EXPECT_TRUE(torch::equal(actual, expected)) << i << " differs by " << (actual - expected).abs().max();
+      }
+    });
+  }
+}
+
+TEST_P(GradientCounts, AreReducedWhileBackwardGoesOn) {
+  const auto [name, step, fused] = GetParam();
+  on_threads(2, [&, step = step, fused = fused] {
+    const Model model = make_model(fused);
+    shard_layers(model);
+    Watched watched(*model.layers.ptr());
+    const auto x = torch::ones({4, kWidth});
+    const int64_t unit = kWidth * kWidth * static_cast<int64_t>(sizeof(float));
+    for (int i = 0; i < 4; ++i) {
+      const auto line = watched.step([&] { step(model, x); });
+      for (const auto& event : watched.events()) {
+        EXPECT_LE(event.gradient_bytes, 3 * unit) << line;
+      }
+      EXPECT_LT(line.find('R'), line.find("+0 =0")) << line;
+    }
+    EXPECT_EQ(watched.events().back().whole_units, 0);
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
