@@ -120,7 +120,7 @@ TEST_P(GradientCounts, AreThoseOfUnshardedTraining) {
   }
 }
 
-TEST_P(GradientCounts, AreReducedWhileBackwardGoesOn) {
+TEST_P(GradientCounts, NoMoreAreWholeThanTwoUnitsBringAndOneReduces) {
   const auto [name, step, fused] = GetParam();
   on_threads(2, [&, step = step, fused = fused] {
     const Model model = make_model(fused);
@@ -133,7 +133,6 @@ TEST_P(GradientCounts, AreReducedWhileBackwardGoesOn) {
       for (const auto& event : watched.events()) {
         EXPECT_LE(event.gradient_bytes, 3 * unit) << line;
       }
-      EXPECT_LT(line.find('R'), line.find("+0 =0")) << line;
     }
     EXPECT_EQ(watched.events().back().whole_units, 0);
   });
