@@ -192,6 +192,25 @@ TEST(ShmFailures, TheSilentRankAtTheEndOfTheChainIsBlamed) {
   on_processes(3, body, {.lost = {2}});
 }
 
+// Rank 0 looks at all that it depends on, also while it waits for rank 1, which computes until rank 0 has been told.
+TEST(ShmFailures, DeadProcessIsNoticedBehindABusyOne) {
+  const auto body = [] {
+    const auto group = join_processes(process_folder());
+    const auto told = process_folder() / "told";
+    group->barrier(kTest);
+    if (group->rank() == 2) {
+      std::raise(SIGKILL);
+    }
+    while (group->rank() == 1 && !std::filesystem::exists(told)) {
+      std::this_thread::yield();
+    }
+    const std::string message = comm_error([&] { group->barrier(kOperation); });
+    EXPECT_TRUE(mentions(message, "rank 2 has died"));
+    std::filesystem::create_directories(told);
+  };
+  on_processes(3, body, {.timeout = std::chrono::seconds(30), .lost = {2}});
+}
+
 TEST(ShmFailures, FailureOfASplitGroupReachesItsParent) {
   const auto body = [] {
     const auto world = current_world()->group;

@@ -11,7 +11,7 @@ Core::Core(std::shared_ptr<Members> members_, Reach reach_)
       collectives(*members),
       phases(*members),
       fresh_homes(*members) {
-  members->set_background(&collectives);
+  members->set_errand(&collectives);
   members->family()->groups.push_back(members);
 }
 
@@ -32,7 +32,7 @@ Core::~Core() {
   if (members->failed() && members->one_process()) {
     members->await_readers();
   }
-  members->set_background(nullptr);
+  members->set_errand(nullptr);
 }
 
 } // namespace fsdp::shm

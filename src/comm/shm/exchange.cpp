@@ -45,16 +45,16 @@ std::vector<std::string> exchange(const CorePointer& core, const std::string& by
   bool any_read_fresh = false;
   const uint64_t number = core->collectives.commit();
   core->collectives.keep(number, {}, block);
-  const auto step = core->collectives.queue({.number = number, .value = number, .run = [&, core = core.get()] {
-                                               const Members::Reading reading(*core->members, label);
-                                               for (int r = 0; r < core->members->size(); ++r) {
-                                                 all.push_back(read(*core, r, number));
-                                                 const uint64_t flags = core->collectives.post_of(r, number).words[1];
-                                                 all_were_writing = all_were_writing && (flags & kWriting);
-                                                 any_read_fresh = any_read_fresh || (flags & kReadFresh);
-                                               }
-                                             }});
-  core->collectives.finish(step);
+  const auto read_all = [&, core = core.get()] {
+    for (int r = 0; r < core->members->size(); ++r) {
+      all.push_back(read(*core, r, number));
+      const uint64_t flags = core->collectives.post_of(r, number).words[1];
+      all_were_writing = all_were_writing && (flags & kWriting);
+      any_read_fresh = any_read_fresh || (flags & kReadFresh);
+    }
+  };
+  const auto run = [&] { core->members->read_others(label, read_all); };
+  core->collectives.finish(core->collectives.queue({.number = number, .value = number, .run = run}));
   core->collectives.release_kept();
   core->phases.resume(all_were_writing);
   core->fresh_homes.resume(any_read_fresh);

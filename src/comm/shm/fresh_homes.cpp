@@ -30,8 +30,8 @@ void FreshHomes::gathered(State& home) {
 }
 
 void FreshHomes::await_readable(State& home, const Label& label) const {
-  for (int r = 0; home.needed > 0 && r < members_.size(); ++r) {
-    members_.await(r, label, [&] { return home.published[r].value.load() >= home.needed; });
+  if (home.needed > 0) {
+    members_.await_all(label, [&](int r) { return home.published[r].value.load() >= home.needed; });
   }
   home.needed = 0;
 }

@@ -94,6 +94,7 @@ class GatheredPieces final : public Gathered {
 
   void wait() override {
     Core& core = *state_->core;
+    core.members->throw_if_failed(label_); // also in a forked child
     if (state_->layout.any_in_place) {
       core.phases.await_readable(label_);
       core.fresh_homes.await_readable(state_->fresh, label_);
@@ -101,6 +102,7 @@ class GatheredPieces final : public Gathered {
     if (arrival_) {
       core.collectives.finish(arrival_);
     }
+    core.members->throw_if_failed(label_);
   }
 
   void* piece(size_t index) const override {
@@ -163,6 +165,7 @@ class SharedHome final : public Home {
   // Slices that are cast are read by their own rank only.
   void begin_write(const Label& label) override {
     Core& core = *state_->core;
+    core.members->throw_if_failed(label);
     if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
       const WithoutCallersLock no_callers_lock;
       core.phases.begin_write(label);

@@ -51,11 +51,7 @@ Scratch::Region Scratch::take(size_t bytes) {
 }
 
 void Scratch::await_free(const Region& region, const Label& label) {
-  for (int r = 0; r < members_.size(); ++r) {
-    if (r != members_.rank()) {
-      members_.await(r, label, [&] { return released(r).load() >= region.free_since; });
-    }
-  }
+  members_.await_all(label, [&](int r) { return released(r).load() >= region.free_since; });
 }
 
 void Scratch::release(const Region& region) {
