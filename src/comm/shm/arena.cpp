@@ -6,7 +6,6 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include "base/check.h"
@@ -106,17 +105,8 @@ struct Arena::Impl {
   }
   // A forked child keeps its tensors, on pages of its own as soon as it writes, and takes new memory elsewhere.
   static void after_fork_in_child() {
-    Arena& arena = Arena::of_process();
-    arena.impl_->inherited = true;
-    const void* mapped = mmap(
-        arena.base_,
-        arena.capacity_,
-        PROT_READ | PROT_WRITE,
-        MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-        arena.impl_->segment->id().fd,
-        0);
-    arena.impl_->mutex.unlock();
-    TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would write to its parent's tensors");
+    Arena::of_process().impl_->inherited = true;
+    Arena::of_process().impl_->mutex.unlock();
   }
 };
 
@@ -126,6 +116,7 @@ Arena& Arena::of_process() {
 }
 
 Arena::Arena() : impl_(new Impl), base_(impl_->segment->writable()), capacity_(impl_->segment->bytes()) {
+  impl_->segment->keep_in_children();
   pthread_atfork(&Impl::before_fork, &Impl::after_fork_in_parent, &Impl::after_fork_in_child);
 }
 
