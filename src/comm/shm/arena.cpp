@@ -6,11 +6,11 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
-#include <unistd.h>
 
 #include "base/check.h"
 #include "base/env.h"
 #include "base/format.h"
+#include "comm/memory_limit.h"
 #include "comm/shm/blocks.h"
 
 namespace fsdp::shm {
@@ -20,16 +20,12 @@ namespace {
 constexpr size_t kKeptAnyway = size_t{16} << 20;
 constexpr size_t kTooBigToKeep = size_t{4} << 20;
 
-size_t physical_memory() {
-  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-}
-
 // Addresses only; smaller where address space is limited. Every process maps the arenas of all processes of the host: a
 // quarter of the 47 bits of addresses is for them, divided among as many as may ever be.
 std::shared_ptr<Segment> reserve() {
   constexpr size_t kAtLeast = size_t{1} << 30;
   constexpr size_t kAtMost = (size_t{1} << 45) / 256;
-  for (size_t bytes = std::clamp(2 * physical_memory(), kAtLeast, kAtMost);; bytes /= 2) {
+  for (size_t bytes = std::clamp(2 * memory_limit(), kAtLeast, kAtMost);; bytes /= 2) {
     try {
       return Segment::create("fsdp-arena", bytes / 4096 * 4096, Access::kWrite);
     } catch (const Error&) {
@@ -124,14 +120,18 @@ const SegmentId& Arena::id() const {
   return impl_->segment->id();
 }
 
+size_t Arena::share_for_tensors(size_t memory, int processes_on_host, size_t capacity) {
+  return std::min(memory / static_cast<size_t>(std::max(1, processes_on_host)), capacity) / 4 * 3;
+}
+
 void Arena::offer_to_tensors(int processes_on_host) {
   static auto* allocator = new TensorAllocator;
   constexpr int64_t kMebibyte = 1 << 20;
-  const size_t share = physical_memory() / 4 * 3 / static_cast<size_t>(std::max(1, processes_on_host));
+  const size_t share = share_for_tensors(memory_limit(), processes_on_host, capacity_);
   const auto chosen = env::integer("FSDP_ARENA_MB", 0, static_cast<int64_t>(capacity_) / kMebibyte);
   {
     std::lock_guard lock(impl_->mutex);
-    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : std::min(share, capacity_);
+    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : share;
   }
   constexpr uint8_t kAboveTheDefault = 1;
   c10::SetCPUAllocator(allocator, kAboveTheDefault);

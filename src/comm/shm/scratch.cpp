@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <unistd.h>
-
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/memory_limit.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -14,8 +13,7 @@ namespace {
 
 // Addresses only: as much as could ever be in memory.
 size_t capacity() {
-  const auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return std::max(size_t{1} << 30, memory) / kPage * kPage;
+  return whole(std::max(size_t{1} << 30, memory_limit()), kPage);
 }
 
 } // namespace
