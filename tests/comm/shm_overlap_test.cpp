@@ -63,20 +63,26 @@ INSTANTIATE_TEST_SUITE_P(Reads, ShmOverlap, ::testing::ValuesIn(kReads), [](cons
 });
 
 TEST(ShmOverlaps, AGatherThatAFailureOverlapsIsNotDelivered) {
-  std::atomic<bool> failed = false;
+  enum { kBegun, kGathered, kFailed };
+  std::atomic<int> state = kBegun;
+  const auto reach = [&](int next) {
+    state = next;
+    state.notify_all();
+  };
   on_threads(2, [&] {
     const auto group = current_world()->group;
     const auto home = group->make_home({piece(1000, 500, at::kFloat)}, {}, kTest);
     home->gather(kTest)->wait();
     group->barrier(kTest);
     if (group->rank() == 1) {
+      state.wait(kBegun);
       group->abort("out of memory");
-      failed = true;
-      failed.notify_all();
+      reach(kFailed);
       return;
     }
     const auto gathered = home->gather(kTest);
-    failed.wait(false);
+    reach(kGathered);
+    state.wait(kGathered);
     EXPECT_TRUE(mentions(comm_error([&] { gathered->wait(); }), "out of memory"));
   });
 }

@@ -6,11 +6,7 @@
 namespace fsdp::shm {
 
 Core::Core(std::shared_ptr<Members> members_, Reach reach_)
-    : members(std::move(members_)),
-      reach(std::move(reach_)),
-      collectives(*members),
-      phases(*members),
-      fresh_homes(*members) {
+    : members(std::move(members_)), reach(std::move(reach_)), collectives(*members), phases(*members) {
   members->set_errand(&collectives);
   members->family()->groups.push_back(members);
 }
@@ -23,7 +19,6 @@ Core::~Core() {
   try {
     collectives.advance();
     phases.publish_writes();
-    fresh_homes.publish();
     if (!members->failed()) {
       collectives.await_kept(0, label);
     }

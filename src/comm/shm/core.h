@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "comm/shm/collectives.h"
-#include "comm/shm/fresh_homes.h"
 #include "comm/shm/members.h"
 #include "comm/shm/phases.h"
 #include "comm/shm/reach.h"
@@ -26,7 +25,6 @@ struct Core {
   Collectives collectives;
   Phases phases;
   std::weak_ptr<Scratch> scratch; // while homes use it
-  FreshHomes fresh_homes;
   int homes = 0; // alive
   bool keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
 };

@@ -17,11 +17,9 @@ size_t bytes_of(int64_t count, c10::ScalarType dtype) {
   return static_cast<size_t>(count) * c10::elementSize(dtype);
 }
 
-// Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast,
-// in scratch.
+// Where the pieces lie: whole pieces one after another, in the home's segment and, if cast, in scratch.
 struct Layout {
-  Layout(const std::vector<Piece>& pieces, int size, bool rewritten)
-      : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
+  Layout(const std::vector<Piece>& pieces, bool rewritten) {
     for (const Piece& piece : pieces) {
       in_place.push_back(piece.stored == piece.gathered && !rewritten);
       stored.push_back(stored_bytes);
@@ -36,7 +34,7 @@ struct Layout {
   std::vector<bool> in_place; // read where they are stored; else from a copy, of the gathered dtype
   std::vector<size_t> stored; // offsets
   std::vector<size_t> cast;
-  size_t stored_bytes;
+  size_t stored_bytes = 0;
   size_t cast_bytes = 0;
   bool any_in_place = false;
   bool any_cast = false;
@@ -45,11 +43,10 @@ struct Layout {
 // What a home and what was gathered from it have in common; it outlives both.
 struct HomeState {
   HomeState(CorePointer core_, std::vector<Piece> pieces_, bool rewritten)
-      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size(), rewritten) {
+      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, rewritten) {
     ++core->homes;
   }
   ~HomeState() {
-    core->fresh_homes.remove(fresh);
     if (--core->homes == 0 && std::exchange(core->keeps_arena, false)) {
       Arena::of_process().stop_keeping();
     }
@@ -67,7 +64,7 @@ struct HomeState {
   Layout layout;
   std::shared_ptr<Segment> segment;
   std::shared_ptr<Scratch> scratch; // null if nothing is cast
-  FreshHomes::State fresh;
+  bool was_gathered = false;
 };
 using StatePointer = std::shared_ptr<HomeState>;
 
@@ -77,7 +74,6 @@ class GatheredPieces final : public Gathered {
     Core& core = *state_->core;
     core.members->begin(label_);
     core.collectives.release_kept();
-    core.fresh_homes.gathered(state_->fresh);
     if (state_->layout.any_in_place) {
       core.phases.publish_writes();
     }
@@ -97,7 +93,6 @@ class GatheredPieces final : public Gathered {
     core.members->throw_if_failed(label_); // also in a forked child
     if (state_->layout.any_in_place) {
       core.phases.await_readable(label_);
-      core.fresh_homes.await_readable(state_->fresh, label_);
     }
     if (arrival_) {
       core.collectives.finish(arrival_);
@@ -166,7 +161,7 @@ class SharedHome final : public Home {
   void begin_write(const Label& label) override {
     Core& core = *state_->core;
     core.members->throw_if_failed(label);
-    if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
+    if (state_->layout.any_in_place && !core.phases.writing()) {
       const WithoutCallersLock no_callers_lock;
       core.phases.begin_write(label);
       core.collectives.release_kept(); // the others have read this step's gradients
@@ -174,7 +169,7 @@ class SharedHome final : public Home {
   }
 
   std::unique_ptr<Gathered> gather(const Label& label) override {
-    if (!state_->fresh.fresh) { // else it is being sharded
+    if (std::exchange(state_->was_gathered, true)) { // else it is being sharded
       keep_arena();
     }
     return std::make_unique<GatheredPieces>(state_, label);
@@ -243,8 +238,6 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
   const size_t id_bytes = sizeof(SegmentId);
   FSDP_CHECK(packed.size() == 2 * id_bytes, packed.substr(2 * id_bytes));
   state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
-  state.fresh.published = reinterpret_cast<Progress*>(state.segment->writable());
-  state.core->fresh_homes.add(state.fresh);
   if (new_scratch) {
     auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
     state.scratch = std::make_shared<Scratch>(*state.core->members, std::move(segment));
@@ -295,6 +288,10 @@ std::shared_ptr<Home> make_home(
     if (offer.scratch) {
       offer.scratch->hide();
     }
+  }
+  // It is written now, and nobody needs to be waited for: nobody reads what is just made.
+  if (state->layout.any_in_place && !core->phases.writing()) {
+    core->phases.resume(/*all_were_writing=*/true);
   }
   return std::make_shared<SharedHome>(std::move(state));
 }
