@@ -128,6 +128,9 @@ void Collectives::finish(const StepPointer& step) {
 
 // Nothing runs any more: a step may refer to what goes with the exception.
 void Collectives::abandon(const std::string& reason) {
+  if (members_.inherited()) {
+    return; // a thread of the parent may have held the lock
+  }
   members_.mark_failed(reason);
   std::deque<StepPointer> steps; // go after the lock
   const std::scoped_lock lock(members_.errands().mutex());
