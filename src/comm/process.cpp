@@ -3,8 +3,13 @@
 #include <array>
 #include <cerrno>
 #include <fstream>
+#include <map>
+#include <mutex>
 #include <sstream>
+#include <utility>
 
+#include <poll.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "comm/host.h"
@@ -60,6 +65,39 @@ std::optional<uint64_t> process_start(int32_t pid) {
 bool has_ended(int32_t pid, uint64_t started) {
   const Status status = status_of(pid);
   return status.known && status.start != std::optional(started);
+}
+
+std::shared_ptr<const WatchedProcess> WatchedProcess::of(int32_t pid, uint64_t started) {
+  static std::mutex mutex;
+  static std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<const WatchedProcess>> known;
+  const std::scoped_lock lock(mutex);
+  auto& process = known[{pid, started}];
+  auto watched = process.lock();
+  if (!watched) {
+    process = watched = std::make_shared<const WatchedProcess>(pid, started);
+  }
+  return watched;
+}
+
+WatchedProcess::WatchedProcess(int32_t pid, uint64_t started)
+    : pid_(pid), started_(started), descriptor_(static_cast<int>(syscall(SYS_pidfd_open, pid, 0))) {
+  if (descriptor_ >= 0 && has_ended(pid, started)) { // the number may be another's by now
+    close(std::exchange(descriptor_, -1));
+  }
+}
+
+WatchedProcess::~WatchedProcess() {
+  if (descriptor_ >= 0) {
+    close(descriptor_);
+  }
+}
+
+bool WatchedProcess::ended() const {
+  if (descriptor_ < 0) {
+    return has_ended(pid_, started_);
+  }
+  pollfd ended{.fd = descriptor_, .events = POLLIN, .revents = 0};
+  return poll(&ended, 1, /*timeout=*/0) > 0;
 }
 
 std::string process_space() {

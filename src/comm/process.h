@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -11,6 +12,25 @@ std::optional<uint64_t> process_start(int32_t pid);
 
 /// Whether the process of this number and start has ended; no, where that cannot be found out.
 bool has_ended(int32_t pid, uint64_t started);
+
+/// A process that is watched: whether it has ended costs one call of the system, where that can hand out a descriptor
+/// of it (pidfd), and none is left to anyone else. Thread safe.
+class WatchedProcess {
+ public:
+  /// The same for all who ask while one of them keeps it.
+  static std::shared_ptr<const WatchedProcess> of(int32_t pid, uint64_t started);
+  WatchedProcess(int32_t pid, uint64_t started);
+  ~WatchedProcess();
+  WatchedProcess(const WatchedProcess&) = delete;
+  WatchedProcess& operator=(const WatchedProcess&) = delete;
+
+  bool ended() const;
+
+ private:
+  int32_t pid_;
+  uint64_t started_;
+  int descriptor_; // negative: the system has none for us
+};
 
 /// Where process numbers mean the same as here: the host and the pid namespace.
 std::string process_space();

@@ -106,6 +106,12 @@ TEST(Arena, BeyondTheCapTensorsLieElsewhere) {
       {{"FSDP_ARENA_MB", "4"}});
 }
 
+TEST(Arena, TensorsLeaveRoomForWhatIsCopiedForOthers) {
+  const size_t gibibyte = size_t{1} << 30;
+  EXPECT_EQ(Arena::share_for_tensors(64 * gibibyte, 2, 128 * gibibyte), 24 * gibibyte);
+  EXPECT_EQ(Arena::share_for_tensors(4096 * gibibyte, 2, 128 * gibibyte), 96 * gibibyte) << "of the addresses";
+}
+
 TEST(Arena, ThreadsMayShareIt) {
   with_arena([](Arena& arena) {
     const size_t before = arena.bytes_in_use();

@@ -2,7 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "comm/shm/thread_exchange.h"
 #include "comm/shm_backends.h"
 
 namespace fsdp::testing {

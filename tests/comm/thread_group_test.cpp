@@ -54,6 +54,21 @@ TEST(ThreadGroup, TheCauseIsRethrownAndNotItsEchoes) {
   }
 }
 
+TEST(ThreadGroup, ALimitMayBeAsLongAsCanBe) {
+  int ranks = 0;
+  thread_group(
+      2,
+      [&] {
+        const auto group = current_world()->group;
+        group->barrier({"barrier", ""});
+        ranks += group->rank() == 0 ? group->size() : 0;
+        std::this_thread::sleep_for(std::chrono::milliseconds(group->rank() * 50)); // the other sleeps in its wait
+        group->barrier({"barrier", ""});
+      },
+      std::chrono::milliseconds::max());
+  EXPECT_EQ(ranks, 2);
+}
+
 TEST(ThreadGroup, SizesBelowOneAreErrors) {
   EXPECT_THROW(thread_group(0, [] {}), Error);
 }

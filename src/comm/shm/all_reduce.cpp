@@ -70,26 +70,32 @@ struct AllReduce {
   }
 
   void combine_own_part() const {
-    const Members::Reading reading(*core.members, label);
     const int rank = core.members->rank();
     const int64_t offset = split().begin(rank) * static_cast<int64_t>(bytes_of(numbers.kind));
-    std::vector<const void*> sources;
-    for (int r = 0; r < core.members->size(); ++r) {
-      sources.push_back((r == rank ? place : theirs(r)) + offset);
+    core.members->read_others(label, [&] {
+      std::vector<const void*> sources;
+      for (int r = 0; r < core.members->size(); ++r) {
+        sources.push_back((r == rank ? place : theirs(r)) + offset);
+      }
+      combine_numbers(sources, place + offset, split().length(rank));
+    });
+  }
+
+  void fetch_part(int rank) const {
+    const size_t size = bytes_of(numbers.kind);
+    const char* source = rank == core.members->rank() ? place : theirs(rank);
+    const size_t offset = static_cast<size_t>(split().begin(rank)) * size;
+    if (source + offset != memory() + offset) {
+      std::memcpy(memory() + offset, source + offset, static_cast<size_t>(split().length(rank)) * size);
     }
-    combine_numbers(sources, place + offset, split().length(rank));
   }
 
   void fetch_parts() const {
-    const Members::Reading reading(*core.members, label);
-    const size_t size = bytes_of(numbers.kind);
-    for (int r = 0; r < core.members->size(); ++r) {
-      const char* source = r == core.members->rank() ? place : theirs(r);
-      const size_t offset = static_cast<size_t>(split().begin(r)) * size;
-      if (source + offset != memory() + offset) {
-        std::memcpy(memory() + offset, source + offset, static_cast<size_t>(split().length(r)) * size);
+    core.members->read_others(label, [&] {
+      for (int r = 0; r < core.members->size(); ++r) {
+        fetch_part(r);
       }
-    }
+    });
   }
 };
 

@@ -6,12 +6,11 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <pthread.h>
-#include <sys/mman.h>
-#include <unistd.h>
 
 #include "base/check.h"
 #include "base/env.h"
 #include "base/format.h"
+#include "comm/memory_limit.h"
 #include "comm/shm/blocks.h"
 
 namespace fsdp::shm {
@@ -21,16 +20,12 @@ namespace {
 constexpr size_t kKeptAnyway = size_t{16} << 20;
 constexpr size_t kTooBigToKeep = size_t{4} << 20;
 
-size_t physical_memory() {
-  return static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-}
-
 // Addresses only; smaller where address space is limited. Every process maps the arenas of all processes of the host: a
 // quarter of the 47 bits of addresses is for them, divided among as many as may ever be.
 std::shared_ptr<Segment> reserve() {
   constexpr size_t kAtLeast = size_t{1} << 30;
   constexpr size_t kAtMost = (size_t{1} << 45) / 256;
-  for (size_t bytes = std::clamp(2 * physical_memory(), kAtLeast, kAtMost);; bytes /= 2) {
+  for (size_t bytes = std::clamp(2 * memory_limit(), kAtLeast, kAtMost);; bytes /= 2) {
     try {
       return Segment::create("fsdp-arena", bytes / 4096 * 4096, Access::kWrite);
     } catch (const Error&) {
@@ -106,17 +101,8 @@ struct Arena::Impl {
   }
   // A forked child keeps its tensors, on pages of its own as soon as it writes, and takes new memory elsewhere.
   static void after_fork_in_child() {
-    Arena& arena = Arena::of_process();
-    arena.impl_->inherited = true;
-    const void* mapped = mmap(
-        arena.base_,
-        arena.capacity_,
-        PROT_READ | PROT_WRITE,
-        MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
-        arena.impl_->segment->id().fd,
-        0);
-    arena.impl_->mutex.unlock();
-    TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would write to its parent's tensors");
+    Arena::of_process().impl_->inherited = true;
+    Arena::of_process().impl_->mutex.unlock();
   }
 };
 
@@ -126,6 +112,7 @@ Arena& Arena::of_process() {
 }
 
 Arena::Arena() : impl_(new Impl), base_(impl_->segment->writable()), capacity_(impl_->segment->bytes()) {
+  impl_->segment->keep_in_children();
   pthread_atfork(&Impl::before_fork, &Impl::after_fork_in_parent, &Impl::after_fork_in_child);
 }
 
@@ -133,14 +120,18 @@ const SegmentId& Arena::id() const {
   return impl_->segment->id();
 }
 
+size_t Arena::share_for_tensors(size_t memory, int processes_on_host, size_t capacity) {
+  return std::min(memory / static_cast<size_t>(std::max(1, processes_on_host)), capacity) / 4 * 3;
+}
+
 void Arena::offer_to_tensors(int processes_on_host) {
   static auto* allocator = new TensorAllocator;
   constexpr int64_t kMebibyte = 1 << 20;
-  const size_t share = physical_memory() / 4 * 3 / static_cast<size_t>(std::max(1, processes_on_host));
+  const size_t share = share_for_tensors(memory_limit(), processes_on_host, capacity_);
   const auto chosen = env::integer("FSDP_ARENA_MB", 0, static_cast<int64_t>(capacity_) / kMebibyte);
   {
     std::lock_guard lock(impl_->mutex);
-    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : std::min(share, capacity_);
+    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : share;
   }
   constexpr uint8_t kAboveTheDefault = 1;
   c10::SetCPUAllocator(allocator, kAboveTheDefault);

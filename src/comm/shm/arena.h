@@ -18,6 +18,8 @@ class Arena {
   static Arena& of_process();
 
   const SegmentId& id() const;
+  /// How much tensors may take by default: a quarter is left for what has to be copied for others.
+  static size_t share_for_tensors(size_t memory, int processes_on_host, size_t capacity);
   /// LibTorch's big CPU tensors may lie here, up to a share of the machine's memory. Idempotent, as is the next.
   void offer_to_tensors(int processes_on_host);
   /// From now on they do. Not earlier: what is sharded once and for all need not be read by others, and its pages cost

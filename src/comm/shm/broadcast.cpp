@@ -25,11 +25,12 @@ void fetch(const Core& core, const at::Tensor& tensor, int root, uint64_t number
   if (tensor.numel() == 0) {
     return;
   }
-  const Members::Reading reading(*core.members, label);
-  const Post& post = core.collectives.post_of(root, number);
-  const char* source = tensor.nbytes() <= Post::kBytes ? reinterpret_cast<const char*>(post.words)
-                                                       : Publication::find(core.reach, post, root, 0, 1);
-  std::memcpy(tensor.mutable_data_ptr(), source, tensor.nbytes());
+  core.members->read_others(label, [&] {
+    const Post& post = core.collectives.post_of(root, number);
+    const char* source = tensor.nbytes() <= Post::kBytes ? reinterpret_cast<const char*>(post.words)
+                                                         : Publication::find(core.reach, post, root, 0, 1);
+    std::memcpy(tensor.mutable_data_ptr(), source, tensor.nbytes());
+  });
 }
 
 } // namespace

@@ -1,5 +1,6 @@
 #include "comm/shm/collectives.h"
 
+#include <algorithm>
 #include <exception>
 #include <string>
 #include <utility>
@@ -44,31 +45,47 @@ uint64_t Collectives::commit(int steps) {
 }
 
 Collectives::StepPointer Collectives::queue(Part part) {
-  queue_.push_back(std::make_shared<Step>(Step{std::move(part), label_, fingerprint_}));
-  return queue_.back();
+  auto step = std::make_shared<Step>(std::move(part), label_, fingerprint_);
+  const std::scoped_lock lock(members_.errands().mutex());
+  queue_.push_back(step);
+  return step;
 }
 
 bool Collectives::advance() {
+  Leftovers leftovers; // go after the lock
+  const std::scoped_lock lock(members_.errands().mutex());
+  return advance(leftovers);
+}
+
+bool Collectives::advance(Leftovers& leftovers) {
   bool advanced = false;
-  while (!queue_.empty() && arrived(*queue_.front())) {
-    const StepPointer step = queue_.front();
-    step->part.run();
-    step->part.run = nullptr; // frees what it holds
-    step->done = true;
-    queue_.pop_front();
-    members_.publish(members_.mine().finished, step->part.number);
-    advanced = true;
+  try {
+    for (; !queue_.empty() && arrived(*queue_.front()); advanced = true) {
+      run_front(leftovers);
+    }
+  } catch (const std::exception& error) {
+    members_.mark_failed(error.what());
+    throw;
   }
   return advanced;
+}
+
+void Collectives::run_front(Leftovers& leftovers) {
+  const StepPointer step = queue_.front();
+  step->part.run();
+  leftovers.push_back(std::exchange(step->part.run, nullptr));
+  queue_.pop_front();
+  members_.publish(members_.mine().finished, step->part.number);
+  step->done = true;
 }
 
 bool Collectives::arrived(Step& step) {
   for (; step.arrived < members_.size(); ++step.arrived) {
     const int rank = step.arrived;
-    if (rank == members_.rank() || (step.part.root >= 0 && rank != step.part.root)) {
+    if (rank == members_.rank() || !step.part.depends_on(rank)) {
       continue;
     }
-    if ((members_.slot(rank).*step.part.counter).load() < step.part.value) {
+    if (!step.part.reached(members_.slot(rank))) {
       return false;
     }
     check_order(step, rank);
@@ -104,27 +121,41 @@ void Collectives::finish(const StepPointer& step) {
       await_front(step->label);
     }
   } catch (const std::exception& error) {
-    members_.mark_failed(error.what());
-    queue_.clear(); // a step may refer to what goes with this exception
+    abandon(error.what());
     throw;
   }
 }
 
+// Nothing runs any more: a step may refer to what goes with the exception.
+void Collectives::abandon(const std::string& reason) {
+  if (members_.inherited()) {
+    return; // a thread of the parent may have held the lock
+  }
+  members_.mark_failed(reason);
+  std::deque<StepPointer> steps; // go after the lock
+  const std::scoped_lock lock(members_.errands().mutex());
+  steps.swap(queue_);
+}
+
 void Collectives::finish_first(const Label& label) {
   members_.throw_if_failed(label);
-  const StepPointer first = queue_.front(); // a copy: it leaves the queue on the way
-  finish(first);
+  if (const StepPointer first = front()) {
+    finish(first);
+  }
+}
+
+Collectives::StepPointer Collectives::front() const {
+  const std::scoped_lock lock(members_.errands().mutex());
+  return queue_.empty() ? nullptr : queue_.front();
 }
 
 void Collectives::await_front(const Label& label) {
-  if (advance()) {
-    return;
+  const StepPointer step = advance() ? nullptr : front();
+  if (step) {
+    const int peer = std::min(step->arrived.load(), members_.size() - 1);
+    members_.await(
+        peer, label, [&](int r) { return !step->part.depends_on(r) || step->part.reached(members_.slot(r)); });
   }
-  const Step& front = *queue_.front();
-  const auto counter = front.part.counter;
-  const uint64_t value = front.part.value;
-  const int peer = front.arrived;
-  members_.await(peer, label, [&] { return (members_.slot(peer).*counter).load() >= value; });
 }
 
 void Collectives::keep(uint64_t number, std::vector<at::Tensor> tensors, std::shared_ptr<char> block) {
@@ -167,11 +198,14 @@ class QueuedWork final : public Work {
       : collectives_(std::move(collectives)), last_step_(std::move(last_step)) {}
 
   bool done() override {
+    if (collectives_->members().failed()) {
+      return true; // `wait` throws at once, unless it was done before
+    }
     if (!last_step_->done) {
       collectives_->advance();
     }
     collectives_->release_kept();
-    return last_step_->done || collectives_->members().failed(); // then `wait` throws at once
+    return last_step_->done;
   }
   void wait() override {
     collectives_->finish(last_step_);

@@ -1,9 +1,12 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +19,7 @@ namespace fsdp::shm {
 /// The collectives of one rank, in order. Each has a number, the same on all ranks. A rank *posts* what the others need
 /// to know about its part, *runs* its part once the others have posted theirs, and says that it has *finished* reading
 /// from them. Several may be posted and not finished. Same thread safety as Members.
-class Collectives final : public Background {
+class Collectives final : public Errand {
  public:
   /// One numbered part of a collective; most have one part only.
   struct Part {
@@ -25,14 +28,24 @@ class Collectives final : public Background {
     Counter RankSlot::*counter = &RankSlot::posted; ///< it depends on this counter ...
     uint64_t value; ///< ... reaching this value
     std::function<void()> run = [] {};
+
+    bool depends_on(int rank) const {
+      return root < 0 || root == rank;
+    }
+    bool reached(const RankSlot& slot) const {
+      return (slot.*counter).load() >= value;
+    }
   };
   /// A part on its way.
   struct Step {
+    Step(Part part_, Label label_, uint64_t fingerprint_)
+        : part(std::move(part_)), label(std::move(label_)), fingerprint(fingerprint_) {}
+
     Part part;
     Label label;
     uint64_t fingerprint;
-    int arrived = 0; ///< ranks below are known to have reached what it depends on
-    bool done = false;
+    std::atomic<int> arrived = 0; ///< ranks below are known to have reached what it depends on
+    std::atomic<bool> done = false;
   };
   using StepPointer = std::shared_ptr<Step>;
 
@@ -45,11 +58,12 @@ class Collectives final : public Background {
   /// Queues a part of what was committed; parts are queued in the order of their numbers.
   StepPointer queue(Part part);
 
+  /// Runs the steps that can run; returns whether there were any.
+  bool advance();
   bool pending() const override {
-    return !queue_.empty();
+    return !queue_.empty() && !members_.failed();
   }
-  /// Runs the steps that can run.
-  bool advance() override;
+  bool advance(Leftovers& leftovers) override;
   /// Waits until `step` has run.
   void finish(const StepPointer& step);
 
@@ -77,6 +91,9 @@ class Collectives final : public Background {
   void await_room(const Label& label);
   void finish_first(const Label& label);
   void await_front(const Label& label);
+  StepPointer front() const;
+  void run_front(Leftovers& leftovers);
+  void abandon(const std::string& reason);
   bool arrived(Step& step);
   void check_order(const Step& step, int rank) const;
   bool all_finished(uint64_t number) const;

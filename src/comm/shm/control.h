@@ -46,6 +46,7 @@ struct alignas(64) RankSlot {
   std::atomic<uint32_t> bell;
   std::atomic<int32_t> wakes_for; // whose changes have to ring
   std::atomic<int32_t> waits_for; // the rank that it cannot go on without
+  std::atomic<uint32_t> heard; // the last ring after which it still had to wait
   std::atomic<Presence> presence;
   int32_t pid;
   uint64_t started; // tells the process from a later one of the same pid
@@ -56,7 +57,6 @@ struct alignas(64) RankSlot {
   Counter published; // write phases left
   Counter opened; // times for unseen writes that it has entered,
   Counter closed; // and is through with
-  Counter looked; // the last of these in which it gathered before it wrote
   std::atomic<uint32_t> reading; // it is reading other ranks' tensors just now
 
   alignas(64) SharedLabel doing; // the operation called last

@@ -10,9 +10,8 @@ Core::Core(std::shared_ptr<Members> members_, Reach reach_)
       reach(std::move(reach_)),
       collectives(*members),
       phases(*members, &RankSlot::writing, &RankSlot::published),
-      unseen_writes(*members),
-      fresh_homes(*members) {
-  members->set_background(&collectives);
+      unseen_writes(*members) {
+  members->set_errand(&collectives);
   members->family()->groups.push_back(members);
 }
 
@@ -25,7 +24,6 @@ Core::~Core() {
     collectives.advance();
     phases.publish_writes();
     unseen_writes.end();
-    fresh_homes.publish();
     if (!members->failed()) {
       collectives.await_kept(0, label);
     }
@@ -34,7 +32,7 @@ Core::~Core() {
   if (members->failed() && members->one_process()) {
     members->await_readers();
   }
-  members->set_background(nullptr);
+  members->set_errand(nullptr);
 }
 
 } // namespace fsdp::shm

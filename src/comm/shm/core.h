@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "comm/shm/collectives.h"
-#include "comm/shm/fresh_homes.h"
 #include "comm/shm/members.h"
 #include "comm/shm/phases.h"
 #include "comm/shm/reach.h"
@@ -28,7 +27,6 @@ struct Core {
   Phases phases;
   UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
-  FreshHomes fresh_homes;
   int homes = 0; // alive
   bool keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
 };

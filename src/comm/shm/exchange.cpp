@@ -8,14 +8,12 @@ namespace {
 
 // Words of a post: the number of bytes, flags, and then the bytes, or where they are.
 constexpr uint64_t kWriting = 1; // the rank is in a write phase
-constexpr uint64_t kReadFresh = 2; // the rank has gathered a fresh home
-constexpr uint64_t kOpen = 4; // the rank may write and not say so
+constexpr uint64_t kOpen = 2; // the rank may write and not say so
 constexpr size_t kBytesInPost = Post::kBytes - 2 * sizeof(uint64_t);
 
 std::shared_ptr<char> fill(Post& post, const Core& core, const std::string& bytes) {
   post.words[0] = bytes.size();
-  post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.fresh_homes.was_gathered() ? kReadFresh : 0) |
-                  (core.unseen_writes.open() ? kOpen : 0);
+  post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.unseen_writes.open() ? kOpen : 0);
   if (bytes.size() <= kBytesInPost) {
     std::memcpy(&post.words[2], bytes.data(), bytes.size());
     return nullptr;
@@ -41,29 +39,22 @@ std::vector<std::string> exchange(const CorePointer& core, const std::string& by
   const auto block = fill(post, *core, bytes);
   core->phases.publish_writes();
   core->unseen_writes.end();
-  core->fresh_homes.publish();
 
   std::vector<std::string> all;
-  bool all_were_writing = true;
-  bool any_read_fresh = false;
-  bool all_were_open = true;
+  uint64_t flags_of_all = kWriting | kOpen;
   const uint64_t number = core->collectives.commit();
   core->collectives.keep(number, {}, block);
-  const auto step = core->collectives.queue({.number = number, .value = number, .run = [&, core = core.get()] {
-                                               const Members::Reading reading(*core->members, label);
-                                               for (int r = 0; r < core->members->size(); ++r) {
-                                                 all.push_back(read(*core, r, number));
-                                                 const uint64_t flags = core->collectives.post_of(r, number).words[1];
-                                                 all_were_writing = all_were_writing && (flags & kWriting);
-                                                 any_read_fresh = any_read_fresh || (flags & kReadFresh);
-                                                 all_were_open = all_were_open && (flags & kOpen);
-                                               }
-                                             }});
-  core->collectives.finish(step);
+  const auto read_all = [&, core = core.get()] {
+    for (int r = 0; r < core->members->size(); ++r) {
+      all.push_back(read(*core, r, number));
+      flags_of_all &= core->collectives.post_of(r, number).words[1];
+    }
+  };
+  const auto run = [&] { core->members->read_others(label, read_all); };
+  core->collectives.finish(core->collectives.queue({.number = number, .value = number, .run = run}));
   core->collectives.release_kept();
-  core->phases.resume(all_were_writing);
-  core->unseen_writes.resume(all_were_open);
-  core->fresh_homes.resume(any_read_fresh);
+  core->phases.resume((flags_of_all & kWriting) != 0);
+  core->unseen_writes.resume((flags_of_all & kOpen) != 0);
   return all;
 }
 

@@ -17,11 +17,9 @@ size_t bytes_of(int64_t count, c10::ScalarType dtype) {
   return static_cast<size_t>(count) * c10::elementSize(dtype);
 }
 
-// Where the pieces lie: whole pieces one after another, in the home's segment (after the ranks' progress) and, if cast,
-// in scratch.
+// Where the pieces lie: whole pieces one after another, in the home's segment and, if cast, in scratch.
 struct Layout {
-  Layout(const std::vector<Piece>& pieces, int size, bool rewritten)
-      : stored_bytes(sizeof(Progress) * static_cast<size_t>(size)) {
+  Layout(const std::vector<Piece>& pieces, bool rewritten) {
     for (const Piece& piece : pieces) {
       in_place.push_back(piece.stored == piece.gathered && !rewritten);
       stored.push_back(stored_bytes);
@@ -36,7 +34,7 @@ struct Layout {
   std::vector<bool> in_place; // read where they are stored; else from a copy, of the gathered dtype
   std::vector<size_t> stored; // offsets
   std::vector<size_t> cast;
-  size_t stored_bytes;
+  size_t stored_bytes = 0;
   size_t cast_bytes = 0;
   bool any_in_place = false;
   bool any_cast = false;
@@ -45,11 +43,10 @@ struct Layout {
 // What a home and what was gathered from it have in common; it outlives both.
 struct HomeState {
   HomeState(CorePointer core_, std::vector<Piece> pieces_, bool rewritten)
-      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, core->members->size(), rewritten) {
+      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, rewritten) {
     ++core->homes;
   }
   ~HomeState() {
-    core->fresh_homes.remove(fresh);
     for (size_t i = 0; segment && i < pieces.size(); ++i) {
       core->unseen_writes.forget(slice(i));
     }
@@ -76,7 +73,7 @@ struct HomeState {
   Layout layout;
   std::shared_ptr<Segment> segment;
   std::shared_ptr<Scratch> scratch; // null if nothing is cast
-  FreshHomes::State fresh;
+  bool was_gathered = false;
 };
 using StatePointer = std::shared_ptr<HomeState>;
 
@@ -86,7 +83,6 @@ class GatheredPieces final : public Gathered {
     Core& core = *state_->core;
     core.members->begin(label_);
     core.collectives.release_kept();
-    core.fresh_homes.gathered(state_->fresh);
     if (state_->layout.any_in_place) {
       core.phases.publish_writes();
       core.unseen_writes.before_gather();
@@ -104,14 +100,15 @@ class GatheredPieces final : public Gathered {
 
   void wait() override {
     Core& core = *state_->core;
+    core.members->throw_if_failed(label_); // also in a forked child
     if (state_->layout.any_in_place) {
       core.phases.await_readable(label_);
       core.unseen_writes.await_others(label_);
-      core.fresh_homes.await_readable(state_->fresh, label_);
     }
     if (arrival_) {
       core.collectives.finish(arrival_);
     }
+    core.members->throw_if_failed(label_);
   }
 
   void* piece(size_t index) const override {
@@ -174,7 +171,8 @@ class SharedHome final : public Home {
   // Slices that are cast are read by their own rank only.
   void begin_write(const Label& label) override {
     Core& core = *state_->core;
-    if (state_->layout.any_in_place && !state_->fresh.fresh && !core.phases.writing()) {
+    core.members->throw_if_failed(label);
+    if (state_->layout.any_in_place && !core.phases.writing()) {
       const WithoutCallersLock no_callers_lock;
       core.unseen_writes.end();
       core.phases.begin_write(label);
@@ -183,7 +181,7 @@ class SharedHome final : public Home {
   }
 
   std::unique_ptr<Gathered> gather(const Label& label) override {
-    if (!state_->fresh.fresh) { // else it is being sharded
+    if (std::exchange(state_->was_gathered, true)) { // else it is being sharded
       keep_arena();
     }
     return std::make_unique<GatheredPieces>(state_, label);
@@ -252,8 +250,6 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
   const size_t id_bytes = sizeof(SegmentId);
   FSDP_CHECK(packed.size() == 2 * id_bytes, packed.substr(2 * id_bytes));
   state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
-  state.fresh.published = reinterpret_cast<Progress*>(state.segment->writable());
-  state.core->fresh_homes.add(state.fresh);
   state.watch_slices();
   if (new_scratch) {
     auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
@@ -305,6 +301,10 @@ std::shared_ptr<Home> make_home(
     if (offer.scratch) {
       offer.scratch->hide();
     }
+  }
+  // It is written now, and nobody needs to be waited for: nobody reads what is just made.
+  if (state->layout.any_in_place && !core->phases.writing()) {
+    core->phases.resume(/*all_were_writing=*/true);
   }
   return std::make_shared<SharedHome>(std::move(state));
 }

@@ -21,6 +21,10 @@ using std::chrono::steady_clock;
 
 // How long a death, an abort or a missed bell may go unnoticed.
 constexpr milliseconds kNap{20};
+// As long as other groups have something to do: their bells are not heard in this one's sleep.
+constexpr milliseconds kShortNap{1};
+// As good as for ever, and no clock overflows.
+constexpr milliseconds kLongestWait = std::chrono::hours(24 * 365);
 
 int usable_cores() {
   cpu_set_t cores;
@@ -51,6 +55,7 @@ std::string seconds(milliseconds time) {
 class Asleep {
  public:
   Asleep(RankSlot& slot, int peer, bool wake_for_anybody) : slot_(slot) {
+    slot_.heard.store(slot_.bell.load() - 1);
     slot_.waits_for.store(peer + 1);
     slot_.wakes_for.store(wake_for_anybody ? RankSlot::kAnybody : peer + 1);
   }
@@ -72,14 +77,16 @@ std::string describe(std::string_view operation, std::string_view unit) {
 }
 
 Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
-    : place_(place),
+    : place_{place.rank, place.size, std::min(place.timeout, kLongestWait)},
       segment_(std::move(control)),
       family_(std::move(family)),
       control_(reinterpret_cast<Control*>(segment_->writable())),
       mine_(&control_->ranks[place.rank]),
-      spins_(spins_for(family_->ranks_on_host)) {
-  mine_->pid = getpid();
-  mine_->started = process_start(getpid()).value_or(0);
+      process_(getpid()),
+      spins_(spins_for(family_->ranks_on_host)),
+      watched_(static_cast<size_t>(place.size)) {
+  mine_->pid = process_;
+  mine_->started = process_start(process_).value_or(0);
   mine_->presence.store(Presence::kHere);
 }
 
@@ -91,22 +98,18 @@ Members::~Members() {
 }
 
 bool Members::inherited() const {
-  return getpid() != mine_->pid;
+  return getpid() != process_;
 }
 
 void Members::meet() {
   one_process_ = true;
   for (int r = 0; r < size(); ++r) {
-    one_process_ = one_process_ && slot(r).pid == mine_->pid;
+    one_process_ = one_process_ && slot(r).pid == process_;
   }
+  errands_ = Errands::of_rank(/*is_thread=*/one_process_);
 }
 
 void Members::begin(const Label& label) {
-  FSDP_CHECK(
-      !inherited(),
-      "[",
-      label.operation,
-      "] a forked child cannot take its parent's place in a group; start a process of its own (spawn)");
   throw_if_failed(label);
   mine_->doing.store(label);
 }
@@ -136,44 +139,49 @@ void Members::relax_core() {
   relax();
 }
 
-void Members::await_all(Counter RankSlot::*counter, uint64_t value, const Label& label) {
-  for (int r = 0; r < size(); ++r) {
-    if (r != rank()) {
-      await(r, label, [&] { return (slot(r).*counter).load() >= value; });
-    }
-  }
+void Members::set_errand(Errand* errand) {
+  errand ? errands_->add(*errand) : errands_->remove(*errand_);
+  errand_ = errand;
 }
 
-void Members::await_asleep(int peer, const Label& label, const std::function<bool()>& ready) {
+void Members::await_asleep(int peer, const Label& label, const Come& come) {
   const auto deadline = steady_clock::now() + place_.timeout;
-  Asleep asleep(*mine_, peer, background_ && background_->pending());
+  Asleep asleep(*mine_, peer, errands_->pending(errand_));
   while (true) {
     const uint32_t bell = mine_->bell.load();
-    if (ready()) {
+    if (come(peer)) {
       return;
     }
-    if (advance_background()) {
+    mine_->heard.store(bell);
+    if (errands_->advance(errand_)) {
       continue;
     }
     throw_if_failed(label);
-    if (gone(peer) && !ready()) {
-      fail_waiting(label, peer, fate(peer));
-    }
+    check_presence(label, come);
     if (steady_clock::now() >= deadline) {
-      const int silent = culprit(peer);
-      fail_waiting(
-          label,
-          silent,
-          "rank " + std::to_string(silent) + " gave no sign for " + seconds(place_.timeout) + " (it is in " +
-              last_words(silent) +
-              "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output");
+      time_is_up(peer, label);
     }
-    futex_wait(mine_->bell, bell, kNap);
+    futex_wait(mine_->bell, bell, errands_->others_pending(errand_) ? kShortNap : kNap);
   }
 }
 
-bool Members::advance_background() {
-  return background_ && background_->pending() && background_->advance();
+// Who is gone cannot come any more, unless it came just before.
+void Members::check_presence(const Label& label, const Come& come) {
+  for (int r = 0; r < size(); ++r) {
+    if (r != rank() && !come(r) && gone(r) && !come(r)) {
+      fail_waiting(label, r, fate(r));
+    }
+  }
+}
+
+void Members::time_is_up(int peer, const Label& label) {
+  const int silent = culprit(peer);
+  fail_waiting(
+      label,
+      silent,
+      "rank " + std::to_string(silent) + " gave no sign for " + seconds(place_.timeout) + " (it is in " +
+          last_words(silent) +
+          "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output");
 }
 
 bool Members::gone(int peer) const {
@@ -181,10 +189,12 @@ bool Members::gone(int peer) const {
   if (other.presence.load() == Presence::kLeft) {
     return true;
   }
-  if (other.pid == mine_->pid) {
+  if (other.pid == process_) {
     return false; // a thread that ends leaves first
   }
-  return has_ended(other.pid, other.started);
+  auto& watched = watched_[static_cast<size_t>(peer)];
+  watched = watched ? watched : WatchedProcess::of(other.pid, other.started);
+  return watched->ended();
 }
 
 std::string Members::last_words(int peer) const {
@@ -224,6 +234,9 @@ void Members::fail(const Label& label, const std::string& what) {
 }
 
 void Members::mark_failed(const std::string& reason) {
+  if (inherited()) {
+    return;
+  }
   uint32_t none = Control::kNone;
   if (!control_->failure.compare_exchange_strong(none, Control::kBeingWritten)) {
     return;
@@ -242,6 +255,11 @@ void Members::mark_failed(const std::string& reason) {
 }
 
 void Members::throw_if_failed(const Label& label) const {
+  FSDP_CHECK(
+      !inherited(),
+      "[",
+      label.operation,
+      "] a forked child cannot take its parent's place in a group; start a process of its own (spawn)");
   if (!failed()) {
     return;
   }
@@ -259,7 +277,8 @@ void Members::throw_if_failed(const Label& label) const {
   throw CommError(out.str());
 }
 
-// The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up].
+// The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up]; and what was read
+// is looked at no later than the failure.
 Members::Reading::Reading(Members& members, const Label& label) : members_(members) {
   members_.mine_->reading.store(1);
   if (members_.failed()) {
@@ -269,12 +288,13 @@ Members::Reading::Reading(Members& members, const Label& label) : members_(membe
 }
 
 Members::Reading::~Reading() {
-  members_.mine_->reading.store(0, std::memory_order_release);
+  members_.mine_->reading.store(0);
 }
 
 void Members::await_readers() const {
+  const auto deadline = steady_clock::now() + place_.timeout;
   for (int r = 0; r < size(); ++r) {
-    while (r != rank() && slot(r).reading.load() != 0 && !gone(r)) {
+    while (r != rank() && slot(r).reading.load() != 0 && !gone(r) && steady_clock::now() < deadline) {
       std::this_thread::yield();
     }
   }

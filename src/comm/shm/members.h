@@ -10,7 +10,9 @@
 #include <fsdp/group.h>
 
 #include "base/tracing.h"
+#include "comm/process.h"
 #include "comm/shm/control.h"
+#include "comm/shm/errands.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp::shm {
@@ -22,15 +24,6 @@ class Members;
 struct Family {
   std::vector<std::weak_ptr<Members>> groups;
   int ranks_on_host; ///< those of the largest group: they share the cores
-};
-
-/// Work that goes on while a rank waits for something else, since others may be waiting for it.
-class Background {
- public:
-  virtual ~Background() = default;
-  virtual bool pending() const = 0;
-  /// Returns whether it got on.
-  virtual bool advance() = 0;
 };
 
 /// The ranks of a group as one of them sees them: tells them what it does, waits for them, and finds out when one is
@@ -71,7 +64,7 @@ class Members {
   bool one_process() const {
     return one_process_;
   }
-  /// In a forked child, whose parent is the member.
+  /// In a forked child, whose parent is the member: what the ranks share is not there, see [Note: forked children].
   bool inherited() const;
   /// To be called once all ranks have made their Members.
   void meet();
@@ -81,38 +74,73 @@ class Members {
   /// Sets a counter that others may wait for, after everything written before.
   void publish(Counter& counter, uint64_t value);
 
-  /// Waits until `ready`, which depends on what rank `peer` publishes.
-  template <typename Ready>
-  void await(int peer, const Label& label, const Ready& ready) {
-    if (ready()) {
+  /// Waits until rank `peer` has `come`, which depends on what it publishes. `come(r)` tells of every other rank; one
+  /// that is gone and has not ends the wait too, since more is waited for than the next.
+  template <typename Come>
+  void await(int peer, const Label& label, const Come& come) {
+    if (come(peer)) {
       return;
     }
     const tracing::Span span("wait for rank", label.unit, peer);
     for (int i = 0; i < spins_; ++i) {
       relax_core();
-      if (ready()) {
+      if (come(peer)) {
         return;
       }
     }
-    await_asleep(peer, label, ready);
+    await_asleep(peer, label, come);
+  }
+  /// Whether a rank sleeps until this one does something that it has not done yet.
+  bool waits_for_this_rank(int other) const {
+    const RankSlot& slot = control_->ranks[other];
+    return slot.waits_for.load() == rank() + 1 && slot.heard.load() == slot.bell.load();
+  }
+  /// Waits until all other ranks have `come`.
+  template <typename Come>
+  void await_all(const Label& label, const Come& come) {
+    for (int r = 0; r < size(); ++r) {
+      if (r != rank()) {
+        await(r, label, come);
+      }
+    }
   }
   /// Waits until a counter of every other rank has reached `value`.
-  void await_all(Counter RankSlot::*counter, uint64_t value, const Label& label);
-  /// Not owned; null takes it away.
-  void set_background(Background* background) {
-    background_ = background;
+  void await_all(Counter RankSlot::*counter, uint64_t value, const Label& label) {
+    await_all(label, [&](int r) { return (slot(r).*counter).load() >= value; });
   }
+
+  /// What this rank does in this group and, meanwhile, in its others.
+  Errands& errands() const {
+    return *errands_;
+  }
+  /// This group's part of them. Not owned; null takes it away.
+  void set_errand(Errand* errand);
 
   /// Ends the group: every rank's waits and later operations throw.
   [[noreturn]] void fail(const Label& label, const std::string& what);
   /// As `fail`, without throwing.
   void mark_failed(const std::string& reason);
+  /// True in a forked child too.
   bool failed() const {
-    return control_->failure.load() != Control::kNone;
+    return inherited() || control_->failure.load() != Control::kNone;
   }
   void throw_if_failed(const Label& label) const;
 
-  /// Around reading memory of other ranks that goes away with them: once the group has failed, nobody starts to read.
+  /// Around reading memory of other ranks that goes away with them: once the group has failed nobody starts to read,
+  /// and what was read meanwhile is an error.
+  template <typename Read>
+  void read_others(const Label& label, const Read& read) {
+    {
+      const Reading reading(*this, label);
+      read();
+    }
+    throw_if_failed(label);
+  }
+  /// Waits until no other rank reads, but no longer than for anything else. After a failure, before this rank's memory
+  /// goes.
+  void await_readers() const;
+
+ private:
   class Reading {
    public:
     Reading(Members& members, const Label& label);
@@ -123,14 +151,13 @@ class Members {
    private:
     Members& members_;
   };
-  /// Waits until no other rank is inside a `Reading`. After a failure, before this rank's memory goes.
-  void await_readers() const;
-  bool gone(int peer) const;
 
- private:
+  bool gone(int peer) const;
   static void relax_core();
-  bool advance_background();
-  void await_asleep(int peer, const Label& label, const std::function<bool()>& ready);
+  using Come = std::function<bool(int rank)>;
+  void await_asleep(int peer, const Label& label, const Come& come);
+  void check_presence(const Label& label, const Come& come);
+  [[noreturn]] void time_is_up(int peer, const Label& label);
   void wake_waiting() const;
   void ring(RankSlot& slot) const;
   std::string last_words(int peer) const;
@@ -143,9 +170,12 @@ class Members {
   std::shared_ptr<Family> family_;
   Control* control_;
   RankSlot* mine_;
+  pid_t process_;
   bool one_process_ = false;
   int spins_;
-  Background* background_ = nullptr;
+  std::shared_ptr<Errands> errands_;
+  Errand* errand_ = nullptr;
+  mutable std::vector<std::shared_ptr<const WatchedProcess>> watched_; // by rank; null until it was waited for
 };
 
 /// `reduce gradients of 'blocks.3'`

@@ -11,8 +11,8 @@ namespace fsdp::shm {
 /// [Note: write phases] All homes of a group are written in turns with being read. A rank enters write phase e with its
 /// first write after a gather, and leaves it with its next gather. It may write once every other rank has entered phase
 /// e too: none of them reads any more what phase e - 1 left behind. It may read once every other rank has left phase e.
-/// While nobody writes, gathers wait for nothing, so that one rank may read alone. A home that was never gathered is
-/// outside of this: see [Note: fresh homes]. Same thread safety as Members.
+/// While nobody writes, gathers wait for nothing, so that one rank may read alone. All ranks enter a phase together
+/// with a new home. Same thread safety as Members.
 class Phases {
  public:
   using Published = Counter RankSlot::*;

@@ -83,10 +83,11 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
   collectives.keep(number, args.wholes, publication.block());
   const auto step = collectives.queue(
       {.number = number, .value = number, .run = [core = core.get(), args = std::move(args), label, number] {
-         const Members::Reading reading(*core->members, label);
-         for (size_t i = 0; i < args.wholes.size(); ++i) {
-           sum_slice(*core, args, i, number, label);
-         }
+         core->members->read_others(label, [&] {
+           for (size_t i = 0; i < args.wholes.size(); ++i) {
+             sum_slice(*core, args, i, number, label);
+           }
+         });
        }});
   return make_work(collectives_of(core), step);
 }

@@ -3,10 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <unistd.h>
-
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/memory_limit.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -14,8 +13,7 @@ namespace {
 
 // Addresses only: as much as could ever be in memory.
 size_t capacity() {
-  const auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  return std::max(size_t{1} << 30, memory) / kPage * kPage;
+  return whole(std::max(size_t{1} << 30, memory_limit()), kPage);
 }
 
 } // namespace
@@ -51,11 +49,7 @@ Scratch::Region Scratch::take(size_t bytes) {
 }
 
 void Scratch::await_free(const Region& region, const Label& label) {
-  for (int r = 0; r < members_.size(); ++r) {
-    if (r != members_.rank()) {
-      members_.await(r, label, [&] { return released(r).load() >= region.free_since; });
-    }
-  }
+  members_.await_all(label, [&](int r) { return released(r).load() >= region.free_since; });
 }
 
 void Scratch::release(const Region& region) {

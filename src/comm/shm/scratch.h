@@ -4,11 +4,15 @@
 #include <memory>
 
 #include "comm/shm/blocks.h"
-#include "comm/shm/fresh_homes.h"
 #include "comm/shm/members.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp::shm {
+
+/// One rank's progress, in shared memory, on a cache line of its own.
+struct alignas(64) Progress {
+  Counter value;
+};
 
 /// Memory of a group for what is gathered in another dtype than it is stored in. Every rank hands out the same regions
 /// without a word to the others, since all gather and release in the same order; a region freed is used again without

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -15,19 +16,47 @@
 #include "base/check.h"
 #include "base/format.h"
 
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 0x0008U
+#endif
+
 namespace fsdp::shm {
-namespace {
 
 // The segments mapped by this process, so that ranks that are threads share one mapping.
 struct Registry {
   std::mutex mutex;
   std::map<std::pair<uint64_t, uint64_t>, std::weak_ptr<Segment>> segments;
+
+  Registry() {
+    pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+  }
+  static Registry& get() {
+    static auto* registry = new Registry; // outlives every segment
+    return *registry;
+  }
+
+ private:
+  static void before_fork() {
+    get().mutex.lock();
+  }
+  static void after_fork_in_parent() {
+    get().mutex.unlock();
+  }
+  static void after_fork_in_child() {
+    for (const auto& [key, known] : get().segments) {
+      if (const auto segment = known.lock()) {
+        segment->part_from_parent(segment->writable_.get());
+        segment->part_from_parent(segment->readable_.get());
+      }
+    }
+    get().mutex.unlock();
+  }
 };
 
-Registry& registry() {
-  static auto* registry = new Registry; // outlives every segment
-  return *registry;
-}
+namespace {
+
+// It cannot be cut short, so that no access to it is beyond its end.
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 std::pair<uint64_t, uint64_t> key(const SegmentId& id) {
   return {id.device, id.inode};
@@ -58,6 +87,9 @@ Mapping map(int fd, size_t bytes, int protection) {
 // Closes a descriptor at the end of a scope.
 struct Descriptor {
   int fd;
+  explicit Descriptor(int fd_) : fd(fd_) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor() {
     if (fd >= 0) {
       close(fd);
@@ -67,6 +99,48 @@ struct Descriptor {
     return std::exchange(fd, -1);
   }
 };
+
+// Systems may forbid memory files that could be executed (vm.memfd_noexec); older ones do not know the word.
+int make_file(const char* name) {
+  const int file = memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
+  return file >= 0 || errno != EINVAL ? file : memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING);
+}
+
+std::string path_of(int32_t pid, int fd) {
+  return "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+}
+
+// Opened only once it is known to be the file that was meant: to open another might wait, or do something.
+int open_file(const SegmentId& id, Access access) {
+  const std::string path = path_of(id.pid, id.fd);
+  const Descriptor place(::open(path.c_str(), O_PATH | O_CLOEXEC));
+  FSDP_CHECK(place.fd >= 0, "[shared memory] could not open ", path, " of another rank: ", reason());
+  struct stat status {};
+  FSDP_CHECK(fstat(place.fd, &status) == 0, "[shared memory] could not examine ", path, ": ", reason());
+  FSDP_CHECK(
+      S_ISREG(status.st_mode) && status.st_nlink == 0 && status.st_uid == geteuid() && status.st_dev == id.device &&
+          status.st_ino == id.inode,
+      "[shared memory] ",
+      path,
+      " is not the segment that the other rank announced");
+  const int file =
+      ::open(path_of(getpid(), place.fd).c_str(), (access == Access::kRead ? O_RDONLY : O_RDWR) | O_CLOEXEC);
+  FSDP_CHECK(file >= 0, "[shared memory] could not open ", path, " of another rank: ", reason());
+  return file;
+}
+
+// Of an open file: what is sealed stays as it is now.
+void check_size(int file, uint64_t bytes) {
+  struct stat status {};
+  FSDP_CHECK(
+      fcntl(file, F_GET_SEALS) >= 0 && (fcntl(file, F_GET_SEALS) & kSeals) == kSeals && fstat(file, &status) == 0 &&
+          bytes > 0 && static_cast<uint64_t>(status.st_size) == bytes,
+      "[shared memory] expected a sealed segment of ",
+      bytes,
+      " bytes from another rank, got one of ",
+      status.st_size,
+      "; all ranks must run the same build");
+}
 
 } // namespace
 
@@ -86,7 +160,7 @@ SegmentId SegmentId::unpacked(const std::string& bytes) {
 }
 
 std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access access) {
-  Descriptor file{memfd_create(name, MFD_CLOEXEC)};
+  Descriptor file(make_file(name));
   FSDP_CHECK(file.fd >= 0, "[shared memory] could not create a segment: ", reason());
   rlimit limit{};
   FSDP_CHECK( // beyond which the system ends the process
@@ -100,24 +174,23 @@ std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access 
       human_bytes(static_cast<int64_t>(bytes)),
       ": ",
       reason());
+  FSDP_CHECK(
+      fcntl(file.fd, F_ADD_SEALS, kSeals) == 0, "[shared memory] could not seal the size of a segment: ", reason());
   std::shared_ptr<Segment> segment(new Segment(identify(file.fd, bytes), file.fd, access));
   segment->own_fd_ = file.release();
-  std::lock_guard lock(registry().mutex);
-  registry().segments[key(segment->id_)] = segment;
+  std::lock_guard lock(Registry::get().mutex);
+  Registry::get().segments[key(segment->id_)] = segment;
   return segment;
 }
 
 std::shared_ptr<Segment> Segment::open(const SegmentId& id, Access access) {
-  std::lock_guard lock(registry().mutex);
-  auto& known = registry().segments[key(id)];
+  std::lock_guard lock(Registry::get().mutex);
+  auto& known = Registry::get().segments[key(id)];
   if (auto segment = known.lock()) {
     return segment;
   }
-  const std::string path = "/proc/" + std::to_string(id.pid) + "/fd/" + std::to_string(id.fd);
-  Descriptor file{::open(path.c_str(), (access == Access::kRead ? O_RDONLY : O_RDWR) | O_CLOEXEC)};
-  FSDP_CHECK(file.fd >= 0, "[shared memory] could not open ", path, " of another rank: ", reason());
-  const SegmentId found = identify(file.fd, id.bytes);
-  FSDP_CHECK(key(found) == key(id), "[shared memory] ", path, " is not the segment that the other rank announced");
+  const Descriptor file(open_file(id, access));
+  check_size(file.fd, id.bytes);
   std::shared_ptr<Segment> segment(new Segment(id, file.fd, access));
   known = segment;
   return segment;
@@ -134,11 +207,22 @@ Segment::Segment(const SegmentId& id, int fd, Access access) : id_(id) {
 
 Segment::~Segment() {
   hide();
-  std::lock_guard lock(registry().mutex);
-  const auto found = registry().segments.find(key(id_));
-  if (found != registry().segments.end() && found->second.expired()) {
-    registry().segments.erase(found);
+  std::lock_guard lock(Registry::get().mutex);
+  auto& segments = Registry::get().segments;
+  const auto found = segments.find(key(id_));
+  if (found != segments.end() && found->second.expired()) {
+    segments.erase(found);
   }
+}
+
+void Segment::part_from_parent(char* mapping) const {
+  if (!mapping) {
+    return;
+  }
+  const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
+  const void* mapped = kept_in_children_ ? mmap(mapping, bytes(), PROT_READ | PROT_WRITE, flags, own_fd_, 0)
+                                         : mmap(mapping, bytes(), PROT_NONE, flags | MAP_ANONYMOUS, -1, 0);
+  TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would share memory with its parent");
 }
 
 void Segment::hide() {

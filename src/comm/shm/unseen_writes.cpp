@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
 
 namespace fsdp::shm {
 namespace {
@@ -51,7 +50,7 @@ void UnseenWrites::begin(const Label& label) {
   end();
   phases_.begin_write(label);
   seen_ = glance();
-  has_looked_ = has_to_wait_ = false;
+  has_to_wait_ = false;
 }
 
 void UnseenWrites::end() {
@@ -65,33 +64,30 @@ void UnseenWrites::before_gather() {
   }
   if (slices_.empty() || glance() != seen_) {
     end();
-  } else if (!std::exchange(has_looked_, true)) {
-    members_.publish(members_.mine().looked, phases_.entered());
   }
 }
 
-// Who waits for this rank to begin a write that is announced has not written yet.
+// Who cannot go on without this rank does not write either.
 void UnseenWrites::await_others(const Label& label) {
   if (!has_to_wait_) {
     return;
   }
+  bool all_are_through = true;
   const uint64_t phase = phases_.entered();
   const uint64_t writing = members_.mine().writing.load(std::memory_order_relaxed);
-  for (int r = 0; r < members_.size(); ++r) {
+  members_.await_all(label, [&](int r) {
     const RankSlot& other = members_.slot(r);
-    if (r != members_.rank()) {
-      members_.await(r, label, [&] {
-        return other.closed.load() >= phase || other.writing.load() > writing ||
-               (slices_.empty() && other.looked.load() >= phase);
-      });
-    }
-  }
-  has_to_wait_ = false;
+    const bool through = other.closed.load() >= phase;
+    const bool stands_still = through || other.writing.load() > writing || members_.waits_for_this_rank(r);
+    all_are_through = all_are_through && (through || !stands_still);
+    return stands_still;
+  });
+  has_to_wait_ = !all_are_through;
 }
 
 void UnseenWrites::resume(bool all_were_open) {
   phases_.resume(all_were_open);
-  has_looked_ = has_to_wait_ = false;
+  has_to_wait_ = false;
   if (open()) {
     seen_ = glance();
   }

@@ -44,7 +44,6 @@ class UnseenWrites {
   Phases phases_;
   std::map<const char*, size_t> slices_;
   uint64_t seen_ = 0; // at the beginning
-  bool has_looked_ = false; // has gathered since, with its slices as they were
   bool has_to_wait_ = false; // for the others, before it gathers
 };
 

@@ -1,0 +1,122 @@
+#include <csignal>
+#include <cstdlib>
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "comm/group_checks.h"
+#include "comm/shm_backends.h"
+#include "support/error_message.h"
+
+/// Children that a rank forks.
+namespace fsdp::testing {
+namespace {
+
+constexpr int64_t kNumel = 4096;
+
+std::vector<Piece> pieces() {
+  return {piece(kNumel, even_chunk(kNumel, 2), at::kFloat)};
+}
+
+// The status with which a forked child ends that runs `body`, which may return.
+template <typename Body>
+int status_of_child(const Body& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20); // a child that hangs is a failure
+    std::signal(SIGSEGV, SIG_DFL); // whatever a sanitizer makes of it
+    body();
+    _exit(::testing::Test::HasFailure() ? 1 : 0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+bool ended_by(int signal, int status) {
+  return WIFSIGNALED(status) && WTERMSIG(status) == signal;
+}
+
+// A unit of two ranks, gathered. Its shards lie where the other rank reads them, and will change.
+struct Sharded {
+  GroupPointer group = join_processes(process_folder());
+  std::shared_ptr<Home> home = group->make_home(pieces(), {}, kTest);
+  std::unique_ptr<Gathered> gathered;
+
+  Sharded() {
+    fill_slices(*group, *home, pieces(), 1);
+    gathered = home->gather(kTest);
+    gathered->wait();
+  }
+  float* shard() const {
+    return static_cast<float*>(home->slice(0));
+  }
+  const volatile float* whole() const {
+    return static_cast<const float*>(gathered->piece(0));
+  }
+};
+
+TEST(ShmFork, AChildHasNoShards) {
+  on_processes(2, [] {
+    const Sharded unit;
+    float* shard = unit.shard();
+    const volatile float* whole = unit.whole();
+    EXPECT_TRUE(ended_by(SIGSEGV, status_of_child([&] { *shard = 77; })));
+    EXPECT_TRUE(ended_by(SIGSEGV, status_of_child([&] { _exit(*whole == 77 ? 2 : 3); })));
+    unit.group->barrier(kTest);
+    expect_pieces(*unit.gathered, pieces(), 1);
+  });
+}
+
+TEST(ShmFork, AChildIsToldThatItIsNoRank) {
+  on_processes(2, [] {
+    Sharded unit;
+    auto pending = start_reduce(*unit.group, {.numels = {100'000}});
+    const int status = status_of_child([&] {
+      EXPECT_TRUE(mentions(error_message([&] { unit.group->barrier(kTest); }), "a forked child"));
+      EXPECT_TRUE(mentions(error_message([&] { unit.home->gather(kTest); }), "a forked child"));
+      EXPECT_TRUE(mentions(error_message([&] { unit.home->begin_write(kTest); }), "a forked child"));
+      EXPECT_TRUE(mentions(error_message([&] { unit.gathered->wait(); }), "a forked child"));
+      EXPECT_TRUE(mentions(error_message([&] { pending.work->wait(); }), "a forked child"));
+      EXPECT_TRUE(pending.work->done()) << "a wait would throw, not block";
+      unit.group->abort("no business of the parent");
+    });
+    EXPECT_EQ(status, 0);
+    pending.work->wait();
+    pending.expect_equal();
+    unit.group->barrier(kTest);
+  });
+}
+
+// With all that its parent had begun, and through the functions that run at exit.
+TEST(ShmFork, AChildEnds) {
+  static GroupPointer kept_until_exit;
+  on_processes(2, [] {
+    auto unit = std::make_unique<Sharded>();
+    kept_until_exit = unit->group->split(0, kTest);
+    auto pending = start_reduce(*unit->group, {.numels = {100'000}});
+    EXPECT_EQ(
+        status_of_child([&] {
+          unit.reset();
+          pending = {};
+          std::exit(0);
+        }),
+        0);
+    EXPECT_EQ(status_of_child([] { std::exit(0); }), 0);
+    pending.work->wait();
+    pending.expect_equal();
+    kept_until_exit.reset();
+  });
+}
+
+// Of a process that is a rank already, as of any other.
+TEST(ShmFork, AChildOfAChildIsAsFree) {
+  on_processes(2, [] {
+    const Sharded unit;
+    EXPECT_EQ(status_of_child([&] { EXPECT_EQ(status_of_child([] {}), 0); }), 0);
+    unit.group->barrier(kTest);
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing

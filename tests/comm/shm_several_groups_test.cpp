@@ -1,0 +1,69 @@
+#include "comm/group_checks.h"
+#include "comm/shm_backends.h"
+
+/// Ranks that are in several groups at once.
+namespace fsdp::testing {
+namespace {
+
+constexpr auto kTimeout = std::chrono::seconds(10);
+
+// Rank 0 has its part of x still to do when it waits in y, where rank 1 comes only when x is done.
+void cross(Group& x, Group& y) {
+  const at::Tensor sum = at::ones({100'000});
+  const auto work = x.all_reduce(sum, ReduceOp::kSum, 1, kTest);
+  if (x.rank() == 0) {
+    y.barrier(kTest);
+  }
+  work->wait();
+  if (x.rank() != 0) {
+    y.barrier(kTest);
+  }
+  EXPECT_TRUE(sum.eq(static_cast<float>(x.size())).all().item<bool>());
+}
+
+void cross_with_part(const GroupPointer& group) {
+  const auto part = group->split(0, kTest);
+  for (int i = 0; i < 20; ++i) {
+    cross(*group, *part);
+    cross(*part, *group);
+  }
+}
+
+TEST(ShmSeveralGroups, ThreadsDoTheirPartsInAllGroupsWhileTheyWaitInOne) {
+  run_threads(3, kTimeout, &cross_with_part);
+}
+
+TEST(ShmSeveralGroups, ProcessesDoTheirPartsInAllGroupsWhileTheyWaitInOne) {
+  on_processes(3, [] { cross_with_part(join_processes(process_folder(), kTimeout)); });
+}
+
+// As meshes of another library's process groups are.
+TEST(ShmSeveralGroups, GroupsThatWereMadeOneByOneToo) {
+  on_processes(2, [] {
+    const auto x = join_processes(process_folder(), kTimeout);
+    const auto folder = process_folder() / "y";
+    std::filesystem::create_directories(folder);
+    const auto y = join_processes(folder, kTimeout);
+    for (int i = 0; i < 20; ++i) {
+      cross(*x, *y);
+      cross(*y, *x);
+    }
+  });
+}
+
+// One group fails while its part is done from a wait in the other: that is told where the failed one is used.
+TEST(ShmSeveralGroups, AFailureInOneIsToldThere) {
+  on_processes(2, [] {
+    const auto x = join_processes(process_folder(), kTimeout);
+    const auto folder = process_folder() / "y";
+    std::filesystem::create_directories(folder);
+    const auto y = join_processes(folder, kTimeout);
+    const auto work = x->all_reduce(at::ones({100'000 + x->rank()}), ReduceOp::kSum, 1, kTest);
+    y->barrier(kTest);
+    EXPECT_TRUE(mentions(comm_error([&] { work->wait(); }), "with different sizes"));
+    y->barrier(kTest);
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
