@@ -12,7 +12,7 @@
 #include "base/caller.h"
 #include "base/log.h"
 #include "base/view_into.h"
-#include "comm/c10d/copy_each.h"
+#include "comm/copy_each.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -144,10 +144,9 @@ class PrivateGathered final : public Gathered {
 
   Pending start_flat(const Label& label) {
     flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
-    // As 8-byte words: MPI counts elements in 32 bits.
-    const int64_t words = plan_->sent.bytes() / static_cast<int64_t>(sizeof(int64_t));
-    const at::Tensor output = view_into(flat_, at::kLong, words * plan_->size);
-    const at::Tensor input = view_into(sent_, at::kLong, words);
+    const int64_t bytes = plan_->sent.bytes();
+    const at::Tensor output = view_into(flat_, at::kByte, bytes * plan_->size);
+    const at::Tensor input = view_into(sent_, at::kByte, bytes);
     return start(label, [&](Collectives& c) { return c.all_gather(output, input); });
   }
 

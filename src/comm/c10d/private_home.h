@@ -7,7 +7,7 @@
 
 #include "base/stream.h"
 #include "comm/c10d/channel.h"
-#include "comm/c10d/payload.h"
+#include "comm/payload.h"
 
 namespace fsdp::adapter {
 

@@ -1,4 +1,4 @@
-#include "comm/c10d/payload.h"
+#include "comm/payload.h"
 
 #include <algorithm>
 #include <numeric>
@@ -6,7 +6,7 @@
 
 #include <c10/core/ScalarType.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 namespace {
 
 constexpr int64_t kWholeAlignment = 64; // as torch's own allocations: kernels are chosen by alignment
@@ -59,4 +59,4 @@ WholePieces::WholePieces(const std::vector<Piece>& pieces, int size) {
   }
 }
 
-} // namespace fsdp::adapter
+} // namespace fsdp

@@ -6,7 +6,7 @@
 
 #include <fsdp/group.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 enum class PieceDtype { kStored, kGathered };
 
@@ -70,4 +70,4 @@ constexpr int64_t kSendAlignment = 16;
 
 int64_t align_up(int64_t value, int64_t alignment);
 
-} // namespace fsdp::adapter
+} // namespace fsdp
