@@ -5,6 +5,7 @@
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/counting_group.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -158,7 +159,7 @@ TEST(Errors, ModelsThatAreTheSameAreNotSent) {
         model->push_back(nn::Linear(2, 2));
       }
       counting->exchanged.clear();
-      fully_shard(*model, {.mesh = Mesh::from_groups({counting}, {"shard"}, c10::kCPU)});
+      fully_shard(*model, {.mesh = Mesh::from_group(counting, "shard")});
       return counting->exchanged;
     };
     const auto messages = exchanged_by(1);

@@ -24,7 +24,6 @@ class PrivateHome final : public Home {
   struct Plan;
 
   at::Tensor sendable();
-  at::Tensor cast(const at::Tensor& from) const;
 
   std::shared_ptr<Channel> channel_;
   std::shared_ptr<const Plan> plan_; // a Gathered may outlive its home
