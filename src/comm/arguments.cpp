@@ -85,6 +85,15 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
   }
 }
 
+void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label) {
+  check_contiguous(tensor, label);
+  FSDP_CHECK(
+      op == ReduceOp::kSum || !tensor.is_complex(),
+      "[",
+      label.operation,
+      "] complex numbers have no order; reduce them by sum");
+}
+
 void check_contiguous(const at::Tensor& tensor, const Label& label) {
   FSDP_CHECK(
       tensor.is_contiguous(),

@@ -10,6 +10,7 @@ namespace fsdp {
 /// sent.
 void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label);
 void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const Label& label);
+void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label);
 void check_contiguous(const at::Tensor& tensor, const Label& label);
 void check_root(int root, int size, const Label& label);
 

@@ -1,15 +1,16 @@
 #include "comm/custom_group.h"
 
-#include <algorithm>
-
 #include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
 
+#include "base/view_into.h"
 #include "comm/arguments.h"
+#include "comm/copy_each.h"
 #include "comm/decorated_group.h"
 #include "comm/divide.h"
+#include "comm/payload.h"
 #include "comm/queued.h"
+#include "comm/rank_major.h"
 
 namespace fsdp {
 
@@ -31,74 +32,50 @@ class WithCollective : public DecoratedGroup {
 class FlatHome final : public Home {
  public:
   FlatHome(std::shared_ptr<Group> group, Collective collective, std::vector<Piece> pieces, const HomeOptions& options)
-      : group_(std::move(group)), collective_(std::move(collective)), pieces_(std::move(pieces)), options_(options) {
-    const auto device = options_.offload ? c10::Device(c10::kCPU) : options_.device;
-    for (const auto& piece : pieces_) {
-      slices_.push_back(at::zeros({piece.chunk}, at::TensorOptions().dtype(piece.stored).device(device)));
-    }
-  }
+      : group_(std::move(group)),
+        collective_(std::move(collective)),
+        plan_(std::move(pieces), group_->size(), options.device),
+        memory_(at::zeros({plan_.stored.bytes()}, bytes_on(options.offload ? c10::kCPU : options.device))) {}
 
   void* slice(size_t index) const override {
-    return slices_[index].data_ptr();
+    return static_cast<char*>(memory_.mutable_data_ptr()) + plan_.stored.offset(index);
   }
   void begin_write(const Label&) override {}
 
   std::unique_ptr<Gathered> gather(const Label&) override {
-    std::vector<at::Tensor> wholes;
-    for (const auto& piece : pieces_) {
-      wholes.push_back(at::empty({piece.numel}, at::TensorOptions().dtype(piece.gathered).device(options_.device)));
+    const at::Tensor copy = memory_.to(plan_.device, /*non_blocking=*/false, /*copy=*/!plan_.casts);
+    const at::Tensor sent = plan_.casts ? plan_.cast(copy) : copy; // users may write to what they are given
+    const at::Tensor rows = at::empty({plan_.size, plan_.sent.bytes()}, sent.options());
+    for (const auto& run : plan_.sent.runs()) {
+      gather(run, sent, rows);
     }
-    for (const auto dtype : dtypes()) {
-      gather(dtype, wholes);
+    const at::Tensor wholes = at::empty({plan_.wholes.bytes()}, sent.options());
+    if (plan_.sent.bytes() > 0) {
+      plan_.copy_out(rows, wholes);
     }
-    return std::make_unique<CopiedOut>(std::move(wholes), options_.device);
+    std::vector<at::Tensor> pieces;
+    for (size_t i = 0; i < plan_.pieces.size(); ++i) {
+      pieces.push_back(view_into(wholes, at::kByte, plan_.sent.slice_bytes(i) * plan_.size, plan_.wholes.offset(i)));
+    }
+    return std::make_unique<CopiedOut>(std::move(pieces), plan_.device);
   }
 
  private:
-  std::vector<c10::ScalarType> dtypes() const {
-    std::vector<c10::ScalarType> found;
-    for (const auto& piece : pieces_) {
-      if (std::find(found.begin(), found.end(), piece.gathered) == found.end()) {
-        found.push_back(piece.gathered);
-      }
-    }
-    return found;
+  static at::TensorOptions bytes_on(c10::Device device) {
+    return at::TensorOptions().dtype(at::kByte).device(device);
   }
 
-  void gather(c10::ScalarType dtype, std::vector<at::Tensor>& wholes) {
-    int64_t numel = 0;
-    for (const auto& piece : pieces_) {
-      numel += piece.gathered == dtype ? piece.chunk : 0;
-    }
-    const auto tensor_options = at::TensorOptions().dtype(dtype).device(options_.device);
-    auto input = at::empty({numel}, tensor_options);
-    auto output = at::empty({group_->size() * numel}, tensor_options);
-    for_each_of(dtype, [&](size_t i, int64_t offset) { input.narrow(0, offset, pieces_[i].chunk).copy_(slices_[i]); });
+  void gather(const Payload::Run& run, const at::Tensor& sent, const at::Tensor& rows) {
+    const at::Tensor input = sent.narrow(0, run.offset, run.bytes).view(run.dtype);
+    at::Tensor output = at::empty({plan_.size * input.numel()}, input.options());
     collective_(output, input, *group_);
-    for_each_of(dtype, [&](size_t i, int64_t offset) {
-      for (int rank = 0; rank < group_->size(); ++rank) {
-        const int64_t length = pieces_[i].length(rank);
-        wholes[i].narrow(0, pieces_[i].begin(rank), length).copy_(output.narrow(0, rank * numel + offset, length));
-      }
-    });
-  }
-
-  template <typename Do>
-  void for_each_of(c10::ScalarType dtype, const Do& apply) const {
-    int64_t offset = 0;
-    for (size_t i = 0; i < pieces_.size(); ++i) {
-      if (pieces_[i].gathered == dtype) {
-        apply(i, offset);
-        offset += pieces_[i].chunk;
-      }
-    }
+    rows.narrow(1, run.offset, run.bytes).copy_(output.view({plan_.size, -1}).view(at::kByte));
   }
 
   std::shared_ptr<Group> group_;
   Collective collective_;
-  std::vector<Piece> pieces_;
-  HomeOptions options_;
-  std::vector<at::Tensor> slices_;
+  GatherPlan plan_;
+  at::Tensor memory_;
 };
 
 class OtherAllGather final : public WithCollective {
@@ -118,33 +95,15 @@ class OtherReduceScatter final : public WithCollective {
   using WithCollective::WithCollective;
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     check_reduce_scatter(args, rank(), size(), label);
-    int64_t numel = 0;
-    for (int64_t chunk : args.chunks) {
-      numel += chunk;
-    }
-    if (numel == 0) {
-      return std::make_unique<Queued>(args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device());
-    }
-    const c10::Device device = args.wholes[0].device();
-    const auto options = args.wholes[0].options();
-    auto input = at::zeros({size(), numel}, options);
-    int64_t offset = 0;
-    for (size_t i = 0; i < args.wholes.size(); ++i) {
-      const auto flat = args.wholes[i].reshape({-1});
-      const Piece piece{flat.numel(), args.chunks[i], flat.scalar_type(), flat.scalar_type()};
-      for (int rank = 0; rank < size(); ++rank) {
-        const int64_t length = piece.length(rank);
-        input[rank].narrow(0, offset, length).copy_(flat.narrow(0, piece.begin(rank), length));
-      }
-      offset += args.chunks[i];
-    }
-    auto output = at::empty({numel}, options);
-    collective_(output, input.flatten(), *base_);
-    divide_(output, args.divide_by);
-    offset = 0;
-    for (size_t i = 0; i < args.slices.size(); ++i) {
-      args.slices[i].copy_(output.narrow(0, offset, args.slices[i].numel()));
-      offset += args.chunks[i];
+    const RankMajor layout(args, size());
+    const c10::Device device = args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device();
+    if (layout.row() > 0) {
+      const at::Tensor input = at::empty({size() * layout.row()}, args.wholes[0].options());
+      layout.pack(args, input);
+      at::Tensor output = at::empty({layout.row()}, input.options());
+      collective_(output, input, *base_);
+      divide_(output, args.divide_by);
+      copy_out(output, layout.offsets(), args.slices);
     }
     return std::make_unique<Queued>(device);
   }

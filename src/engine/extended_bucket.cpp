@@ -6,6 +6,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include "base/check.h"
+#include "engine/agreement.h"
 #include "engine/internal_scope.h"
 #include "engine/unit.h"
 
@@ -101,20 +102,18 @@ void ExtendedBucket::check_alike(const Label& label) const {
     }
     mine << "\n";
   }
-  const auto all = gather_group->exchange(mine.str(), label);
-  for (int rank = 0; rank < gather_group->size(); ++rank) {
-    FSDP_CHECK(
-        all[rank] == mine.str(),
-        "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank ",
-        gather_group->rank(),
-        " and rank ",
-        rank,
-        " send\n",
-        mine.str(),
-        "against\n",
-        all[rank],
-        "Where a parameter is not cut evenly, pad what is sent to the size of the first rank's shard");
-  }
+  const auto other = find_other_text(*gather_group, mine.str(), label);
+  FSDP_CHECK(
+      !other,
+      "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank ",
+      gather_group->rank(),
+      " and rank ",
+      other->rank,
+      " send\n",
+      mine.str(),
+      "against\n",
+      other->text,
+      "Where a parameter is not cut evenly, pad what is sent to the size of the first rank's shard");
 }
 
 std::vector<Piece> ExtendedBucket::pieces() const {

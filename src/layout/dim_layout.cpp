@@ -6,6 +6,8 @@
 #include <ATen/ops/empty.h>
 #include <c10/util/Exception.h>
 
+#include "base/view_into.h"
+
 namespace fsdp::layout {
 
 bool is_dense(c10::IntArrayRef sizes, c10::IntArrayRef strides) {
@@ -78,19 +80,35 @@ std::vector<int64_t> DimLayout::shard_strides(int rank) const {
   return keep ? strides_ : contiguous_strides(shard_sizes(rank));
 }
 
+template <typename Copy>
+void DimLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole, const Copy& copy) const {
+  const int64_t full = chunk_rows_ == 0 ? 0 : all_rows_ / chunk_rows_; // ranks that hold a full shard
+  const auto block = [&](int64_t first, int64_t ranks, int64_t rows) {
+    if (ranks * rows * row_numel_ == 0) {
+      return;
+    }
+    std::vector<int64_t> sizes = sizes_, strides = strides_;
+    sizes[dim_] = rows;
+    std::vector<int64_t> packed = contiguous_strides(sizes);
+    sizes.insert(sizes.begin(), ranks);
+    strides.insert(strides.begin(), chunk_rows_ * strides_[dim_]);
+    packed.insert(packed.begin(), chunk());
+    const int64_t offset = first * chunk_rows_;
+    copy(
+        view_into(slices, slices.scalar_type(), sizes, packed, offset * row_numel_),
+        view_into(whole, whole.scalar_type(), sizes, strides, offset * strides_[dim_]));
+  };
+  block(0, full, chunk_rows_);
+  block(full, 1, all_rows_ - full * chunk_rows_);
+}
+
 void DimLayout::unpack(const at::Tensor& slices, const at::Tensor& whole) const {
-  for (int rank = 0; rank < ranks_ && length(rank) > 0; ++rank) {
-    auto shard = slices.narrow(0, begin(rank), length(rank)).view(shard_sizes(rank));
-    whole.narrow(dim_, first_row(rank), rows(rank)).copy_(shard);
-  }
+  for_each_block(slices, whole, [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
 }
 
 at::Tensor DimLayout::pack(const at::Tensor& whole) const {
   auto slices = at::empty({numel_}, whole.options());
-  for (int rank = 0; rank < ranks_ && length(rank) > 0; ++rank) {
-    auto shard = slices.narrow(0, begin(rank), length(rank)).view(shard_sizes(rank));
-    shard.copy_(whole.narrow(dim_, first_row(rank), rows(rank)));
-  }
+  for_each_block(slices, whole, [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
   return slices;
 }
 

@@ -43,11 +43,14 @@ class DimLayout {
   bool in_place() const {
     return in_place_;
   }
-  /// Copies slices into the whole parameter, and the other way round.
+  /// Copies slices into the whole parameter, and the other way round: two operators, however many ranks.
   void unpack(const at::Tensor& slices, const at::Tensor& whole) const;
   at::Tensor pack(const at::Tensor& whole) const;
 
  private:
+  /// Full shards of all ranks that have one, then the last rank's; `copy` gets both tensors' views of them.
+  template <typename Copy>
+  void for_each_block(const at::Tensor& slices, const at::Tensor& whole, const Copy& copy) const;
   int64_t first_row(int rank) const;
   int64_t rows(int rank) const;
 

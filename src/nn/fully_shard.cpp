@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "engine/agreement.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
@@ -72,27 +73,22 @@ void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
 // Ranks that shard different models would wait for one another, or mix up their parameters.
 void check_same_everywhere(const engine::UnitSpec& spec) {
   Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
-  if (group.size() == 1) {
-    return;
-  }
   std::ostringstream mine;
   for (const auto& param : spec.params) {
     mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << "\n";
   }
-  const auto all = group.exchange(mine.str(), {"fully_shard", spec.name});
-  for (int rank = 0; rank < group.size(); ++rank) {
-    FSDP_CHECK(
-        all[rank] == mine.str(),
-        "[fully_shard] rank ",
-        group.rank(),
-        " and rank ",
-        rank,
-        " shard different parameters:\n",
-        mine.str(),
-        "against\n",
-        all[rank],
-        "Build the same model on every rank");
-  }
+  const auto other = engine::find_other_text(group, mine.str(), {"fully_shard", spec.name});
+  FSDP_CHECK(
+      !other,
+      "[fully_shard] rank ",
+      group.rank(),
+      " and rank ",
+      other->rank,
+      " shard different parameters:\n",
+      mine.str(),
+      "against\n",
+      other->text,
+      "Build the same model on every rank");
 }
 
 /// The parameters that a call of `fully_shard` makes a unit of, and where they stand.

@@ -3,9 +3,10 @@
 
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/order_check.h"
-#include "comm/c10d/payload.h"
-#include "comm/c10d/rank_major.h"
 #include "comm/divide.h"
+#include "comm/payload.h"
+#include "comm/rank_major.h"
+#include "support/count_operators.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -46,6 +47,27 @@ TEST(RankMajor, RowsHoldTheRanksSlicesAndZerosBetween) {
   layout.pack(args, matrix);
   const at::Tensor expected = at::tensor({1, 2, 10, 11, 3, 4, 12, 0, 5, 0, 0, 0}, at::kFloat);
   EXPECT_TRUE(matrix.equal(expected)) << matrix;
+}
+
+// Chunks as `torch.chunk` makes them of rows of 6, 1, 5 and 4 numbers; then longer ones.
+TEST(RankMajor, OperatorsPackAsTheHostDoesHoweverManyRanks) {
+  for (const int ranks : {2, 3, 5, 1024}) {
+    const auto even = [&](int64_t rows, int64_t length) { return (rows + ranks - 1) / ranks * length; };
+    const ReduceScatter args{
+        .wholes = {at::rand({7 * 6}), at::rand({1}), at::rand({0}), at::rand({1030 * 5}), at::rand({9 * 4})},
+        .chunks = {even(7, 6), 1, 0, even(1030, 5), even(9, 4)},
+        .slices = {}};
+    ReduceScatter longer = args;
+    longer.chunks[0] += 5;
+    longer.chunks[2] = 3;
+    for (const auto& [each, most] : {std::pair(args, 2), std::pair(longer, 2)}) {
+      const RankMajor layout(each, ranks);
+      const at::Tensor expected = at::full({ranks * layout.row()}, -1.0f), matrix = expected.clone();
+      layout.pack(each, expected);
+      EXPECT_LE(count_operators([&] { layout.pack_by_operators(each, matrix); }), most) << ranks << " ranks";
+      EXPECT_TRUE(matrix.equal(expected)) << ranks << " ranks";
+    }
+  }
 }
 
 TEST(RankMajor, ATensorThatLiesRightIsNotCopied) {

@@ -193,7 +193,8 @@ TEST_P(Conformance, HomesComeAndGo) {
 TEST_P(Conformance, ReduceScatterSumsEveryDtype) {
   run([&](const GroupPointer& group) {
     const bool simple = !GetParam().sums_in_rank_order;
-    for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong}) {
+    for (const auto dtype :
+         {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kInt, at::kLong, at::kComplexFloat}) {
       for (const double divide_by : {1.0, 4.0}) {
         auto reduced = start_reduce(*group, {{1000, 3, 4096}, dtype, divide_by, 3, simple});
         reduced.work->wait();
@@ -315,16 +316,19 @@ TEST_P(Conformance, ReduceScatterKeepsTheWholesUntilTheyAreRead) {
 
 TEST_P(Conformance, AllReduceCombinesAllRanks) {
   run([&](const GroupPointer& group) {
-    const bool simple = !GetParam().sums_in_rank_order;
-    for (const int64_t numel : {0, 1, 3, 100, 5000, 300'001}) {
-      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16, at::kLong}) {
+    for (const int64_t numel : {0, 1, 3, 100, 5000, 300'001, 800'000}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
+        const bool half = dtype == at::kHalf || dtype == at::kBFloat16; // which no backend on the host combines
+        const bool simple = !GetParam().sums_in_rank_order && !half;
         std::vector<at::Tensor> of_ranks;
         at::Tensor most;
         at::Tensor least;
         for (int r = 0; r < group->size(); ++r) {
           of_ranks.push_back(numbers(numel, dtype, r + 1, simple));
-          most = r ? at::maximum(most, of_ranks.back()) : of_ranks.back();
-          least = r ? at::minimum(least, of_ranks.back()) : of_ranks.back();
+          if (dtype != at::kComplexFloat) {
+            most = r ? at::maximum(most, of_ranks.back()) : of_ranks.back();
+            least = r ? at::minimum(least, of_ranks.back()) : of_ranks.back();
+          }
         }
         const at::Tensor& mine = of_ranks[static_cast<size_t>(group->rank())];
         const auto reduced = [&](ReduceOp op, double divide_by) {
@@ -334,6 +338,9 @@ TEST_P(Conformance, AllReduceCombinesAllRanks) {
         };
         EXPECT_TRUE(same_bits(reduced(ReduceOp::kSum, 1), rank_ordered(of_ranks, 1))) << numel << c10::toString(dtype);
         EXPECT_TRUE(same_bits(reduced(ReduceOp::kSum, 2), rank_ordered(of_ranks, 2))) << numel << c10::toString(dtype);
+        if (dtype == at::kComplexFloat) {
+          continue; // has no order
+        }
         EXPECT_TRUE(same_bits(reduced(ReduceOp::kMax, 1), most)) << numel << c10::toString(dtype);
         EXPECT_TRUE(same_bits(reduced(ReduceOp::kMin, 1), least)) << numel << c10::toString(dtype);
       }
@@ -513,6 +520,7 @@ TEST_P(Conformance, BadArgumentsAreErrorsAndHarmless) {
     if (group->size() > 1) {
       EXPECT_THROW(group->reduce_scatter({{whole}, {chunk}, {at::zeros({99})}, 1}, kTest), Error);
       EXPECT_THROW(group->make_home({piece(10, 1, at::kFloat)}, {}, kTest), Error);
+      EXPECT_THROW(group->all_reduce(at::zeros({2}, at::kComplexFloat), ReduceOp::kMax, 1, kTest), Error);
     }
     EXPECT_THROW(group->broadcast(at::zeros({1}), group->size(), kTest), Error);
     group->barrier(kTest);

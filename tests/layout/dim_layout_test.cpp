@@ -1,9 +1,12 @@
 #include "layout/dim_layout.h"
 
 #include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/equal.h>
 #include <gtest/gtest.h>
+
+#include "support/count_operators.h"
 
 namespace fsdp::layout {
 namespace {
@@ -94,6 +97,28 @@ TEST(DimLayout, PackAndUnpackAreInverse) {
         }
       }
     }
+  }
+}
+
+TEST(DimLayout, RanksDoNotAddOperators) {
+  for (const int ranks : {2, 3, 100}) {
+    const DimLayout layout({3, 101}, {101, 1}, 1, ranks);
+    const at::Tensor whole = at::empty({3, 101});
+    at::Tensor slices;
+    EXPECT_LE(testing::count_operators([&] { slices = layout.pack(whole); }), 3) << "the memory and two copies";
+    EXPECT_LE(testing::count_operators([&] { layout.unpack(slices, whole); }), 2);
+  }
+}
+
+TEST(DimLayout, ShardsOfAnInnerDimensionAreThoseOfTorchChunk) {
+  const Shape shape{{2, 7, 3}, {}};
+  const auto whole = counted(shape);
+  const auto chunks = whole.chunk(3, 1);
+  const DimLayout layout(shape.sizes, whole.strides().vec(), 1, 3);
+  const auto slices = layout.pack(whole);
+  for (int rank = 0; rank < 3; ++rank) {
+    const auto shard = slices.narrow(0, layout.begin(rank), layout.length(rank)).view(layout.shard_sizes(rank));
+    EXPECT_TRUE(at::equal(shard, chunks[rank]));
   }
 }
 

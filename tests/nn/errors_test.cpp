@@ -5,6 +5,7 @@
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/counting_group.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -146,6 +147,26 @@ TEST(Errors, DifferentModelsOnDifferentRanks) {
         fully_shard(*model);
       },
       {"shard different parameters", "Build the same model on every rank"});
+}
+
+// A model of thousands of parameters on thousands of ranks is compared by what fits into a packet.
+TEST(Errors, ModelsThatAreTheSameAreNotSent) {
+  thread_group(3, [] {
+    const auto counting = std::make_shared<CountingGroup>(world());
+    const auto exchanged_by = [&](size_t linears) {
+      nn::Sequential model;
+      for (size_t i = 0; i < linears; ++i) {
+        model->push_back(nn::Linear(2, 2));
+      }
+      counting->exchanged.clear();
+      fully_shard(*model, {.mesh = Mesh::from_group(counting, "shard")});
+      return counting->exchanged;
+    };
+    const auto messages = exchanged_by(1);
+    EXPECT_EQ(messages.size(), 1U);
+    EXPECT_LE(messages[0], 64U);
+    EXPECT_EQ(exchanged_by(20), messages);
+  });
 }
 
 TEST(Errors, AnUnsupportedDevice) {

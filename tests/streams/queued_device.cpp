@@ -27,6 +27,7 @@ constexpr int kStreams = 16;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
+std::atomic<bool> events_fail{false};
 
 int number_of(const c10::Stream& stream) {
   return stream.device_index() * kStreams + static_cast<int>(stream.id());
@@ -392,7 +393,12 @@ RaceDetector& detector() {
 }
 
 Clock record(const c10::Stream& stream) {
+  TORCH_CHECK(!events_fail, "the device has failed");
   return detector().record(number_of(stream));
+}
+
+void fail_events(bool fail) {
+  events_fail = fail;
 }
 
 void block(const c10::Stream& stream, const Clock& clock) {

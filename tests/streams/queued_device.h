@@ -24,6 +24,9 @@ void use(const at::Tensor& tensor, bool writes, const c10::Stream& stream, const
 /// The tensor's memory as a tensor of the CPU.
 at::Tensor on_host(const at::Tensor& tensor);
 
+/// From now on, recording an event is an error, as everything is on a device that has failed.
+void fail_events(bool fail);
+
 Clock record(const c10::Stream& stream);
 void block(const c10::Stream& stream, const Clock& clock);
 

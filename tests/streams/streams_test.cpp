@@ -371,6 +371,25 @@ TEST(OnStreams, WritesComeAfterAGatherThatNobodyWaitedFor) {
   }
 }
 
+TEST(OnStreams, AGatherGivenBackOnADeviceThatHasFailedDoesNotEndTheProcess) {
+  on_devices({2}, [&](const Mesh& mesh) {
+    const std::vector<Piece> of_two{{8, 4, at::kFloat, at::kFloat}}, of_one{{8, 8, at::kFloat, at::kFloat}};
+    const auto home = mesh.group()->make_home(of_two, {mesh.device()}, kTest);
+    const auto home_alone = group_of_one()->make_home(of_one, {mesh.device()}, kTest);
+    auto gathered = home->gather(kTest), gathered_alone = home_alone->gather(kTest);
+    gathered->wait();
+    gathered_alone->wait();
+    barrier();
+    const StreamGuard other(new_stream(mesh.device()));
+    queued_device::fail_events(true);
+    gathered.reset();
+    gathered_alone.reset();
+    barrier();
+    queued_device::fail_events(false);
+    barrier();
+  });
+}
+
 /// Otherwise it could not run ahead of the device.
 TEST(OnStreams, TheHostDoesNotWaitInAStep) {
   auto& detector = queued_device::detector();

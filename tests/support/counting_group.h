@@ -1,7 +1,9 @@
 #pragma once
 
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "comm/decorated_group.h"
 
@@ -23,6 +25,12 @@ class CountingGroup final : public DecoratedGroup {
     return base_->all_reduce(std::move(tensor), op, divide_by, label);
   }
 
+  std::vector<std::string> exchange(const std::string& bytes, const Label& label) override {
+    exchanged.push_back(bytes.size());
+    return base_->exchange(bytes, label);
+  }
+
+  std::vector<size_t> exchanged; ///< bytes of each message
   int64_t reduced_bytes = 0; ///< of whole tensors
   int all_reduces = 0;
 };

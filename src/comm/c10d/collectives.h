@@ -1,6 +1,8 @@
 #pragma once
 
+#include <array>
 #include <chrono>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -14,7 +16,8 @@ namespace fsdp::adapter {
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
 /// The collectives of a c10d process group under one name each for all versions of LibTorch, with other collectives in
-/// place of those that a backend lacks. Throws what c10d throws. Not thread safe.
+/// place of those that a backend lacks, and any number of elements, although some backends (MPI) count them in 32 bits.
+/// Throws what c10d throws. Not thread safe.
 class Collectives {
  public:
   Collectives(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::chrono::milliseconds timeout);
@@ -33,6 +36,12 @@ class Collectives {
   Works barrier(c10::Device device);
 
  private:
+  /// What there is something else for, where the backend lacks it.
+  enum Operation { kFlatGather, kCoalescedGather, kFlatReduceScatter, kReduceScatter, kAllToAll, kOperations };
+  enum class Support : uint8_t { kUnknown, kThere, kLacking };
+
+  template <typename Call>
+  Works unless_lacking(Operation operation, const at::Tensor& tensor, const Call& call);
   Works all_gather_list(at::Tensor output, at::Tensor input);
   Works reduce_scatter_list(at::Tensor output, at::Tensor input);
   Works all_reduce_rows(at::Tensor output, at::Tensor input);
@@ -41,12 +50,10 @@ class Collectives {
 
   c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   std::chrono::milliseconds timeout_;
-  // What the backend was found to lack; the same on all ranks, as they run the same backend.
-  bool lacks_flat_gather_ = false;
-  bool lacks_coalesced_gather_ = false;
-  bool lacks_flat_reduce_scatter_ = false;
-  bool lacks_reduce_scatter_ = false;
-  bool lacks_all_to_all_ = false;
+  // Found out by the first call for each dtype, on the host and elsewhere. The same on all ranks, as they run the same
+  // backend.
+  using OfDtypes = std::array<std::array<Support, 2>, static_cast<size_t>(c10::ScalarType::NumOptions)>;
+  std::array<OfDtypes, kOperations> support_{};
 };
 
 /// An exception's message without the C++ stack that c10 appends.

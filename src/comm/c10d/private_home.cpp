@@ -1,18 +1,16 @@
 #include "comm/c10d/private_home.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/split_with_sizes_copy.h>
 #include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include "base/caller.h"
 #include "base/log.h"
 #include "base/view_into.h"
-#include "comm/c10d/copy_each.h"
+#include "comm/queued.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -45,25 +43,10 @@ char* address(const at::Tensor& memory) {
 
 } // namespace
 
-/// What does not change from one gather to the next.
-struct PrivateHome::Plan {
+struct PrivateHome::Plan : GatherPlan {
   Plan(std::vector<Piece> all_pieces, int ranks, c10::Device where)
-      : pieces(std::move(all_pieces)),
-        size(ranks),
-        device(where),
-        stored(pieces, PieceDtype::kStored),
-        sent(pieces, PieceDtype::kGathered),
-        wholes(pieces, ranks),
-        casts(std::any_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.stored != p.gathered; })),
-        direct(gathers_directly()) {}
+      : GatherPlan(std::move(all_pieces), ranks, where), direct(gathers_directly()) {}
 
-  std::vector<Piece> pieces;
-  int size;
-  c10::Device device; // where gathered pieces are read
-  Payload stored;
-  Payload sent;
-  WholePieces wholes;
-  bool casts;
   bool direct;
 
  private:
@@ -97,7 +80,7 @@ class PrivateGathered final : public Gathered {
   // Memory of the gather stream is reused on the gather stream, which from here on waits for what the current stream
   // has queued so far: the last readers of the pieces. No later gather can overwrite what they read.
   ~PrivateGathered() override {
-    wait_stream(stream_, current_stream(plan_->device));
+    follow_current_stream(stream_);
     // The backend may still write to the memory of a gather that nobody waited for.
     if (ready_) {
       channel_->pool().give_back(std::move(wholes_));
@@ -144,10 +127,9 @@ class PrivateGathered final : public Gathered {
 
   Pending start_flat(const Label& label) {
     flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
-    // As 8-byte words: MPI counts elements in 32 bits.
-    const int64_t words = plan_->sent.bytes() / static_cast<int64_t>(sizeof(int64_t));
-    const at::Tensor output = view_into(flat_, at::kLong, words * plan_->size);
-    const at::Tensor input = view_into(sent_, at::kLong, words);
+    const int64_t bytes = plan_->sent.bytes();
+    const at::Tensor output = view_into(flat_, at::kByte, bytes * plan_->size);
+    const at::Tensor input = view_into(sent_, at::kByte, bytes);
     return start(label, [&](Collectives& c) { return c.all_gather(output, input); });
   }
 
@@ -157,47 +139,10 @@ class PrivateGathered final : public Gathered {
 
   void copy_out() {
     sent_.reset();
-    if (!flat_.defined()) {
-      return;
+    if (flat_.defined()) {
+      plan_->copy_out(flat_, wholes_);
+      channel_->pool().give_back(std::exchange(flat_, at::Tensor()));
     }
-    plan_->device.is_cpu() ? copy_out_on_host() : copy_out_on_device();
-    channel_->pool().give_back(std::exchange(flat_, at::Tensor()));
-  }
-
-  void copy_out_on_host() {
-    const char* const rows = address(flat_);
-    char* const wholes = address(wholes_);
-    const int64_t row_bytes = plan_->sent.bytes();
-    for (const size_t i : plan_->sent.order()) {
-      const int64_t bytes = plan_->sent.slice_bytes(i);
-      const char* from = rows + plan_->sent.offset(i);
-      char* to = wholes + plan_->wholes.offset(i);
-      for (int left = plan_->sent.holders(i); left > 0; --left, from += row_bytes, to += bytes) {
-        std::memcpy(to, from, bytes);
-      }
-    }
-  }
-
-  // One kernel for all pieces; the gaps between dtypes go to memory that nobody reads.
-  void copy_out_on_device() {
-    std::vector<at::Tensor> outputs;
-    std::vector<int64_t> sizes;
-    int64_t end = 0;
-    const auto skip_to = [&](int64_t begin) {
-      if (begin > end) {
-        outputs.push_back(at::empty({plan_->size, begin - end}, flat_.options()));
-        sizes.push_back(begin - end);
-      }
-    };
-    for (const size_t i : plan_->sent.order()) {
-      const int64_t bytes = plan_->sent.slice_bytes(i);
-      skip_to(plan_->sent.offset(i));
-      outputs.push_back(wholes_.narrow(0, plan_->wholes.offset(i), bytes * plan_->size).view({plan_->size, bytes}));
-      sizes.push_back(bytes);
-      end = plan_->sent.offset(i) + bytes;
-    }
-    skip_to(plan_->sent.bytes());
-    at::split_with_sizes_copy_out(outputs, flat_.view({plan_->size, plan_->sent.bytes()}), sizes, /*dim=*/1);
   }
 
   std::shared_ptr<Channel> channel_;
@@ -245,20 +190,7 @@ at::Tensor PrivateHome::sendable() {
     sent = memory_.to(plan_->device, /*non_blocking=*/true);
     copied_.record(current_stream(plan_->device));
   }
-  return plan_->casts ? cast(sent) : sent;
-}
-
-at::Tensor PrivateHome::cast(const at::Tensor& from) const {
-  const at::Tensor to = at::empty({plan_->sent.bytes()}, from.options());
-  std::vector<at::Tensor> sources;
-  std::vector<at::Tensor> targets;
-  for (const size_t i : plan_->sent.order()) {
-    const Piece& piece = plan_->pieces[i];
-    sources.push_back(from.narrow(0, plan_->stored.offset(i), plan_->stored.slice_bytes(i)).view(piece.stored));
-    targets.push_back(to.narrow(0, plan_->sent.offset(i), plan_->sent.slice_bytes(i)).view(piece.gathered));
-  }
-  copy_each(targets, sources);
-  return to;
+  return plan_->casts ? plan_->cast(sent) : sent;
 }
 
 } // namespace fsdp::adapter

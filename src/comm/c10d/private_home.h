@@ -7,7 +7,7 @@
 
 #include "base/stream.h"
 #include "comm/c10d/channel.h"
-#include "comm/c10d/payload.h"
+#include "comm/payload.h"
 
 namespace fsdp::adapter {
 
@@ -24,7 +24,6 @@ class PrivateHome final : public Home {
   struct Plan;
 
   at::Tensor sendable();
-  at::Tensor cast(const at::Tensor& from) const;
 
   std::shared_ptr<Channel> channel_;
   std::shared_ptr<const Plan> plan_; // a Gathered may outlive its home

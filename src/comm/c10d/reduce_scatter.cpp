@@ -5,14 +5,15 @@
 #include <utility>
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/view_as_real.h>
 #include <c10/core/GradMode.h>
 
 #include "base/view_into.h"
-#include "comm/c10d/copy_each.h"
-#include "comm/c10d/host_combine.h"
-#include "comm/c10d/rank_major.h"
 #include "comm/c10d/streamed_work.h"
+#include "comm/copy_each.h"
 #include "comm/divide.h"
+#include "comm/rank_major.h"
+#include "comm/reduce.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -120,13 +121,13 @@ class HostSum final : public Packed {
   // What a sum costs to begin with would be more than the copies.
   void sum_rows() {
     const at::Tensor sums = typed(received_, layout_.row()); // in place of the first row
-    combine_on_host(sums, rows_from(0), ReduceOp::kSum, args_.divide_by);
+    reduce(sums, rows_from(0), ReduceOp::kSum, args_.divide_by);
     copy_out(sums, layout_.offsets(), args_.slices);
   }
 
   void sum_slices() {
     for (size_t i = 0; i < args_.slices.size(); ++i) {
-      combine_on_host(args_.slices[i], rows_from(layout_.offsets()[i]), ReduceOp::kSum, args_.divide_by);
+      reduce(args_.slices[i], rows_from(layout_.offsets()[i]), ReduceOp::kSum, args_.divide_by);
     }
   }
 
@@ -136,12 +137,8 @@ class HostSum final : public Packed {
 
   // Where each rank's numbers lie, from one in its row on.
   std::vector<const void*> rows_from(int64_t offset) const {
-    const char* from = static_cast<const char*>(received_.const_data_ptr()) + offset * item();
-    std::vector<const void*> sources(static_cast<size_t>(channel_->size()));
-    for (const void*& source : sources) {
-      source = std::exchange(from, from + layout_.row() * item());
-    }
-    return sources;
+    const char* const from = static_cast<const char*>(received_.const_data_ptr()) + offset * item();
+    return rows_of(from, layout_.row() * item(), channel_->size());
   }
 
   at::Tensor received_; // from the pool; row r came from rank r
@@ -182,7 +179,7 @@ class WholeSum final : public StreamedWork {
 
   void divide_sums() {
     if (sums_.device().is_cpu()) { // an operator takes longer than a few hundred divisions
-      combine_on_host(sums_, {sums_.const_data_ptr()}, ReduceOp::kSum, division_.after);
+      reduce(sums_, {sums_.const_data_ptr()}, ReduceOp::kSum, division_.after);
     } else {
       divide_(sums_, division_.after);
     }
@@ -226,10 +223,22 @@ bool mostly_padding(const ReduceScatter& args, const RankMajor& layout, int size
   return padded > 2 * numel && padded * args.wholes.front().element_size() > kLittle;
 }
 
+/// The same sums, of real numbers.
+void view_as_real(ReduceScatter& args) {
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    args.wholes[i] = at::view_as_real(args.wholes[i]);
+    args.slices[i] = at::view_as_real(args.slices[i]);
+    args.chunks[i] *= 2;
+  }
+}
+
 } // namespace
 
 std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, ReduceScatter args, const Label& label) {
   const c10::NoGradGuard no_grad;
+  if (!args.wholes.empty() && args.wholes.front().is_complex()) {
+    view_as_real(args);
+  }
   RankMajor layout(args, channel->size());
   if (layout.row() == 0) {
     return std::make_unique<NoWork>();
@@ -239,7 +248,7 @@ std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, Red
   if (mostly_padding(args, layout, channel->size()) && (!on_host || host_backends_combine(like.scalar_type()))) {
     return std::make_unique<WholeSum>(std::move(channel), std::move(args), label);
   }
-  if (on_host && combines_on_host(like.scalar_type())) {
+  if (on_host && find_numbers(like.scalar_type())) {
     return std::make_unique<HostSum>(std::move(channel), std::move(args), std::move(layout), label);
   }
   return std::make_unique<BackendSum>(std::move(channel), std::move(args), std::move(layout), label);

@@ -2,25 +2,12 @@
 #include <cstring>
 #include <utility>
 
-#include "base/check.h"
-#include "comm/reduce.h"
+#include "comm/arguments.h"
 #include "comm/shm/publication.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
-
-Combine combine_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return Combine::kSum;
-    case ReduceOp::kMax:
-      return Combine::kMax;
-    case ReduceOp::kMin:
-      return Combine::kMin;
-  }
-  TORCH_INTERNAL_ASSERT(false, "unknown ReduceOp");
-}
 
 // What the steps of one all-reduce share.
 struct AllReduce {
@@ -135,12 +122,7 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
 
 std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
-  FSDP_CHECK(tensor.is_contiguous(), "[", label.operation, "] expected a contiguous tensor; call contiguous()");
-  FSDP_CHECK(
-      op == ReduceOp::kSum || !tensor.is_complex(),
-      "[",
-      label.operation,
-      "] complex numbers have no order; reduce them by sum");
+  check_all_reduce(tensor, op, label);
   const Numbers numbers = numbers_of(tensor.scalar_type(), label);
   Fingerprint print("all_reduce", label);
   print.add(static_cast<uint64_t>(tensor.numel()))

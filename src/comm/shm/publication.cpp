@@ -2,7 +2,6 @@
 
 #include <cstring>
 
-#include "base/check.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -51,42 +50,6 @@ const char* Publication::find(const Reach& reach, const Post& post, int rank, si
     words = reinterpret_cast<const uint64_t*>(reach.at(rank, post.words[0]));
   }
   return reach.at(rank, words[index]);
-}
-
-Numbers numbers_of(c10::ScalarType dtype, const Label& label) {
-  switch (dtype) {
-    case c10::ScalarType::Float:
-      return {Number::kFloat, 1};
-    case c10::ScalarType::Double:
-      return {Number::kDouble, 1};
-    case c10::ScalarType::Half:
-      return {Number::kHalf, 1};
-    case c10::ScalarType::BFloat16:
-      return {Number::kBFloat16, 1};
-    case c10::ScalarType::ComplexFloat:
-      return {Number::kFloat, 2};
-    case c10::ScalarType::ComplexDouble:
-      return {Number::kDouble, 2};
-    case c10::ScalarType::Char:
-      return {Number::kInt8, 1};
-    case c10::ScalarType::Byte:
-      return {Number::kUInt8, 1};
-    case c10::ScalarType::Short:
-      return {Number::kInt16, 1};
-    case c10::ScalarType::Int:
-      return {Number::kInt32, 1};
-    case c10::ScalarType::Long:
-      return {Number::kInt64, 1};
-    case c10::ScalarType::Bool:
-      return {Number::kBool, 1};
-    default:
-      fail(
-          "[",
-          label.operation,
-          "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
-          c10::toString(dtype),
-          "; convert first");
-  }
 }
 
 } // namespace fsdp::shm

@@ -5,7 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "comm/rank_order.h"
+#include "comm/reduce.h"
 #include "comm/shm/core.h"
 
 namespace fsdp::shm {
@@ -46,12 +46,5 @@ class Publication {
   std::shared_ptr<char> block_;
   std::vector<char*> places_;
 };
-
-/// The kind of numbers in a tensor, and how many there are: a complex number is two.
-struct Numbers {
-  Number kind;
-  int64_t each; ///< numbers per element
-};
-Numbers numbers_of(c10::ScalarType dtype, const Label& label);
 
 } // namespace fsdp::shm

@@ -1,7 +1,6 @@
 #include <utility>
 
 #include "comm/arguments.h"
-#include "comm/reduce.h"
 #include "comm/shm/publication.h"
 
 namespace fsdp::shm {

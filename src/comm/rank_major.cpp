@@ -1,14 +1,18 @@
-#include "comm/c10d/rank_major.h"
+#include "comm/rank_major.h"
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include <ATen/ops/_chunk_cat.h>
+#include <ATen/ops/zeros.h>
 
-#include "comm/c10d/copy_each.h"
-#include "comm/c10d/payload.h"
+#include "base/view_into.h"
 
-namespace fsdp::adapter {
+#include "comm/copy_each.h"
+#include "comm/payload.h"
+
+namespace fsdp {
 namespace {
 
 std::vector<Piece> pieces_of(const ReduceScatter& args) {
@@ -39,7 +43,7 @@ at::Tensor RankMajor::as_it_is(const ReduceScatter& args) const {
 }
 
 void RankMajor::pack(const ReduceScatter& args, const at::Tensor& matrix) const {
-  matrix.device().is_cpu() ? pack_on_host(args, matrix) : pack_on_device(args, matrix);
+  matrix.device().is_cpu() ? pack_on_host(args, matrix) : pack_by_operators(args, matrix);
 }
 
 void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const {
@@ -71,37 +75,50 @@ void RankMajor::pack_on_host(const ReduceScatter& args, const at::Tensor& matrix
   std::memset(base + holders * row_bytes, 0, (size_ - holders) * row_bytes);
 }
 
-bool RankMajor::cuts_as_chunk_does(const ReduceScatter& args) const {
+// Any divisor of the elements and the chunk may be taken for the length of a row; the greatest makes the fewest rows.
+std::vector<at::Tensor> RankMajor::columns(const ReduceScatter& args) const {
+  std::vector<at::Tensor> columns;
   for (size_t i = 0; i < args.wholes.size(); ++i) {
-    const int64_t numel = args.wholes[i].numel();
-    if (numel == 0 || args.chunks[i] != (numel + size_ - 1) / size_) {
-      return false;
+    const at::Tensor& whole = args.wholes[i];
+    const int64_t chunk = args.chunks[i];
+    if (chunk == 0) {
+      continue;
     }
+    const int64_t length = std::gcd(whole.numel(), chunk), rows = whole.numel() / length;
+    if (rows == 0 || (rows + size_ - 1) / size_ != chunk / length) {
+      return {};
+    }
+    columns.push_back(view_into(whole, whole.scalar_type(), {rows, length}, {length, 1}, 0));
   }
-  return offsets_.back() + args.chunks.back() == row_;
+  if (padding(args) > 0) {
+    columns.push_back(at::zeros({1, padding(args)}, columns.front().options()));
+  }
+  return columns;
 }
 
-void RankMajor::pack_on_device(const ReduceScatter& args, const at::Tensor& matrix) const {
-  at::Tensor rows = matrix.view({size_, row_});
-  std::vector<at::Tensor> flat;
-  for (const at::Tensor& whole : args.wholes) {
-    flat.push_back(whole.view({-1}));
-  }
-  if (cuts_as_chunk_does(args)) {
-    at::_chunk_cat_out(rows, flat, /*dim=*/0, size_); // one kernel
+void RankMajor::pack_by_operators(const ReduceScatter& args, const at::Tensor& matrix) const {
+  const auto dtype = matrix.scalar_type();
+  if (const auto chunked = columns(args); !chunked.empty()) {
+    at::Tensor rows = view_into(matrix, dtype, {size_, row_}, {row_, 1}, 0);
+    at::_chunk_cat_out(rows, chunked, /*dim=*/0, size_);
     return;
   }
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> targets;
-  const auto pieces = pieces_of(args);
-  for (size_t i = 0; i < flat.size(); ++i) {
-    const Piece& piece = pieces[i];
-    for (int rank = 0; rank < size_ && piece.length(rank) > 0; ++rank) {
-      sources.push_back(flat[i].narrow(0, piece.begin(rank), piece.length(rank)));
-      targets.push_back(rows[rank].narrow(0, offsets_[i], piece.length(rank)));
-    }
+  for (size_t i = 0; i < args.wholes.size(); ++i) {
+    const at::Tensor& whole = args.wholes[i];
+    const int64_t chunk = args.chunks[i], full = chunk == 0 ? 0 : whole.numel() / chunk;
+    const auto copy = [&](int64_t first, int64_t ranks, int64_t length) {
+      if (ranks * length > 0) {
+        sources.push_back(view_into(whole, dtype, {ranks, length}, {chunk, 1}, first * chunk));
+        targets.push_back(view_into(matrix, dtype, {ranks, length}, {row_, 1}, first * row_ + offsets_[i]));
+      }
+    };
+    copy(0, full, chunk);
+    copy(full, 1, whole.numel() - full * chunk);
   }
+  matrix.zero_();
   copy_each(targets, sources);
 }
 
-} // namespace fsdp::adapter
+} // namespace fsdp

@@ -6,7 +6,7 @@
 
 #include <fsdp/group.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 enum class PieceDtype { kStored, kGathered };
 
@@ -34,6 +34,15 @@ class Payload {
   const std::vector<size_t>& order() const {
     return order_;
   }
+  /// The pieces of one dtype.
+  struct Run {
+    c10::ScalarType dtype;
+    int64_t offset;
+    int64_t bytes;
+  };
+  const std::vector<Run>& runs() const {
+    return runs_;
+  }
 
  private:
   struct Slot {
@@ -44,6 +53,7 @@ class Payload {
 
   std::vector<Slot> slots_;
   std::vector<size_t> order_;
+  std::vector<Run> runs_;
   int64_t bytes_ = 0;
 };
 
@@ -65,9 +75,31 @@ class WholePieces {
   int64_t bytes_ = 0;
 };
 
+/// What does not change from one all-gather of the same pieces to the next.
+struct GatherPlan {
+  GatherPlan(std::vector<Piece> all_pieces, int ranks, c10::Device where);
+
+  std::vector<Piece> pieces;
+  int size;
+  c10::Device device; ///< where gathered pieces are read
+  Payload stored;
+  Payload sent;
+  WholePieces wholes;
+  bool casts;
+
+  /// Bytes of `stored` as those of `sent`.
+  at::Tensor cast(const at::Tensor& from) const;
+  /// From every rank's bytes of `sent`, one after another, to the whole pieces.
+  void copy_out(const at::Tensor& rows, const at::Tensor& memory) const;
+
+ private:
+  void copy_out_on_host(const at::Tensor& rows, const at::Tensor& memory) const;
+  void copy_out_on_device(const at::Tensor& rows, const at::Tensor& memory) const;
+};
+
 /// Bytes: what the copies around a collective are fast with.
 constexpr int64_t kSendAlignment = 16;
 
 int64_t align_up(int64_t value, int64_t alignment);
 
-} // namespace fsdp::adapter
+} // namespace fsdp

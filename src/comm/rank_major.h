@@ -5,7 +5,7 @@
 
 #include <fsdp/group.h>
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 /// Whole tensors of one dtype as the rows of a [size, row] matrix: row r holds rank r's slices, each padded to its full
 /// chunk.
@@ -26,15 +26,20 @@ class RankMajor {
   at::Tensor as_it_is(const ReduceScatter& args) const;
   /// Copies the tensors into `matrix`, of size * row elements.
   void pack(const ReduceScatter& args, const at::Tensor& matrix) const;
+  /// The same on any device, with one kernel where `torch.chunk` cuts as the chunks say.
+  void pack_by_operators(const ReduceScatter& args, const at::Tensor& matrix) const;
 
  private:
   void pack_on_host(const ReduceScatter& args, const at::Tensor& matrix) const;
-  void pack_on_device(const ReduceScatter& args, const at::Tensor& matrix) const;
-  bool cuts_as_chunk_does(const ReduceScatter& args) const;
+  /// The tensors as columns that `torch.chunk` cuts; empty if it does not cut one of them as the chunks say.
+  std::vector<at::Tensor> columns(const ReduceScatter& args) const;
+  int64_t padding(const ReduceScatter& args) const {
+    return row_ - offsets_.back() - args.chunks.back();
+  }
 
   int size_;
   std::vector<int64_t> offsets_;
   int64_t row_ = 0;
 };
 
-} // namespace fsdp::adapter
+} // namespace fsdp

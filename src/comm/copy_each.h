@@ -8,7 +8,7 @@
 
 #include "base/view_into.h"
 
-namespace fsdp::adapter {
+namespace fsdp {
 
 /// Copies each source to its target, with few kernels. The operator itself does not take empty lists.
 inline void copy_each(const std::vector<at::Tensor>& targets, const std::vector<at::Tensor>& sources) {
@@ -36,4 +36,4 @@ inline void copy_out(
   }
 }
 
-} // namespace fsdp::adapter
+} // namespace fsdp

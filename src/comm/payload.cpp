@@ -1,0 +1,127 @@
+#include "comm/payload.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/split_with_sizes_copy.h>
+#include <c10/core/ScalarType.h>
+
+#include "comm/copy_each.h"
+
+namespace fsdp {
+namespace {
+
+constexpr int64_t kWholeAlignment = 64; // as torch's own allocations: kernels are chosen by alignment
+
+c10::ScalarType dtype_of(const Piece& piece, PieceDtype which) {
+  return which == PieceDtype::kStored ? piece.stored : piece.gathered;
+}
+
+int64_t item_bytes(c10::ScalarType dtype) {
+  return static_cast<int64_t>(c10::elementSize(dtype));
+}
+
+std::vector<size_t> by_dtype(const std::vector<Piece>& pieces, PieceDtype which) {
+  std::vector<size_t> order(pieces.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::erase_if(order, [&](size_t i) { return pieces[i].chunk == 0; });
+  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    const auto first = dtype_of(pieces[a], which);
+    const auto second = dtype_of(pieces[b], which);
+    return std::pair(-item_bytes(first), first) < std::pair(-item_bytes(second), second);
+  });
+  return order;
+}
+
+} // namespace
+
+int64_t align_up(int64_t value, int64_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+Payload::Payload(const std::vector<Piece>& pieces, PieceDtype dtype)
+    : slots_(pieces.size()), order_(by_dtype(pieces, dtype)) {
+  const Piece* previous = nullptr;
+  for (const size_t i : order_) {
+    const Piece& piece = pieces[i];
+    if (!previous || dtype_of(*previous, dtype) != dtype_of(piece, dtype)) {
+      bytes_ = align_up(bytes_, kSendAlignment);
+      runs_.push_back({dtype_of(piece, dtype), bytes_, 0});
+    }
+    slots_[i] = {bytes_, piece.chunk * item_bytes(dtype_of(piece, dtype)), piece.holders()};
+    bytes_ += slots_[i].bytes;
+    runs_.back().bytes = align_up(bytes_, kSendAlignment) - runs_.back().offset;
+    previous = &piece;
+  }
+  bytes_ = align_up(bytes_, kSendAlignment);
+}
+
+WholePieces::WholePieces(const std::vector<Piece>& pieces, int size) {
+  for (const Piece& piece : pieces) {
+    offsets_.push_back(bytes_);
+    bytes_ = align_up(bytes_ + piece.chunk * size * item_bytes(piece.gathered), kWholeAlignment);
+  }
+}
+
+GatherPlan::GatherPlan(std::vector<Piece> all_pieces, int ranks, c10::Device where)
+    : pieces(std::move(all_pieces)),
+      size(ranks),
+      device(where),
+      stored(pieces, PieceDtype::kStored),
+      sent(pieces, PieceDtype::kGathered),
+      wholes(pieces, ranks),
+      casts(std::any_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.stored != p.gathered; })) {}
+
+at::Tensor GatherPlan::cast(const at::Tensor& from) const {
+  const at::Tensor to = at::empty({sent.bytes()}, from.options());
+  std::vector<at::Tensor> sources;
+  std::vector<at::Tensor> targets;
+  for (const size_t i : sent.order()) {
+    sources.push_back(from.narrow(0, stored.offset(i), stored.slice_bytes(i)).view(pieces[i].stored));
+    targets.push_back(to.narrow(0, sent.offset(i), sent.slice_bytes(i)).view(pieces[i].gathered));
+  }
+  copy_each(targets, sources);
+  return to;
+}
+
+void GatherPlan::copy_out(const at::Tensor& rows, const at::Tensor& memory) const {
+  device.is_cpu() ? copy_out_on_host(rows, memory) : copy_out_on_device(rows, memory);
+}
+
+void GatherPlan::copy_out_on_host(const at::Tensor& rows, const at::Tensor& memory) const {
+  for (const size_t i : sent.order()) {
+    const int64_t bytes = sent.slice_bytes(i);
+    const char* from = static_cast<const char*>(rows.const_data_ptr()) + sent.offset(i);
+    char* to = static_cast<char*>(memory.mutable_data_ptr()) + wholes.offset(i);
+    for (int left = sent.holders(i); left > 0; --left, from += sent.bytes(), to += bytes) {
+      std::memcpy(to, from, bytes);
+    }
+  }
+}
+
+// One kernel for all pieces; the gaps between dtypes go to memory that nobody reads.
+void GatherPlan::copy_out_on_device(const at::Tensor& rows, const at::Tensor& memory) const {
+  std::vector<at::Tensor> outputs;
+  std::vector<int64_t> sizes;
+  int64_t end = 0;
+  const auto skip_to = [&](int64_t begin) {
+    if (begin > end) {
+      outputs.push_back(at::empty({size, begin - end}, rows.options()));
+      sizes.push_back(begin - end);
+    }
+  };
+  for (const size_t i : sent.order()) {
+    const int64_t bytes = sent.slice_bytes(i);
+    skip_to(sent.offset(i));
+    outputs.push_back(memory.narrow(0, wholes.offset(i), bytes * size).view({size, bytes}));
+    sizes.push_back(bytes);
+    end = sent.offset(i) + bytes;
+  }
+  skip_to(sent.bytes());
+  at::split_with_sizes_copy_out(outputs, rows.view({size, sent.bytes()}), sizes, /*dim=*/1);
+}
+
+} // namespace fsdp
