@@ -10,6 +10,7 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "engine/in_place_readers.h"
+#include "engine/put_together.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -141,9 +142,6 @@ void Bucket::wait() {
 }
 
 void* Bucket::memory_of(size_t index) const {
-  if (is_private()) {
-    return private_[index].data_ptr();
-  }
   if (index < unpacked_.size() && unpacked_[index].defined()) {
     return unpacked_[index].data_ptr();
   }
@@ -155,12 +153,17 @@ size_t Bucket::index_of(const Param& param) const {
 }
 
 void Bucket::place(Param& param) {
-  param.set_whole(unpacked_.empty() && !is_private() ? nullptr : memory_of(index_of(param)));
+  if (is_private()) {
+    param.show_copy(private_copy(param));
+  } else {
+    param.set_whole(unpacked_.empty() ? nullptr : memory_of(index_of(param)));
+  }
 }
 
 void Bucket::release() {
   for (Param* param : params_) {
     param->set_whole(nullptr);
+    param->end_copy();
   }
   gathered_.reset();
   unpacked_.clear();
@@ -168,10 +171,19 @@ void Bucket::release() {
   may_be_written_ = false;
 }
 
+std::vector<at::Tensor> Bucket::put_together(c10::Device target, const Label& label) const {
+  std::vector<PieceOf> pieces;
+  for (const Param* param : params_) {
+    pieces.push_back({param, param->shard().detach()});
+  }
+  return engine::put_together(pieces, target, label);
+}
+
 void Bucket::make_private() {
-  if (is_private() || params_.empty()) {
+  if (is_private()) {
     return;
   }
+  check_writable();
   std::vector<at::Tensor> copies;
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& param = *params_[i];
@@ -179,11 +191,15 @@ void Bucket::make_private() {
     auto copy = at::empty_strided(param.layout().sizes(), param.layout().strides(), whole.options());
     copies.push_back(copy.copy_(whole));
   }
+  make_private(std::move(copies));
+}
+
+void Bucket::make_private(std::vector<at::Tensor> copies) {
   private_ = std::move(copies);
   gathered_.reset();
   unpacked_.clear();
   for (size_t i = 0; i < params_.size(); ++i) {
-    params_[i]->set_whole(memory_of(i));
+    params_[i]->show_copy(private_[i]);
   }
 }
 
@@ -235,7 +251,8 @@ int64_t Bucket::bytes() const {
   }
   for (const auto* tensors : {&unpacked_, &private_}) {
     for (const auto& tensor : *tensors) {
-      total += tensor.defined() ? static_cast<int64_t>(tensor.nbytes()) : 0;
+      const bool pays = tensor.defined() && tensor.device().type() == options_.device.type();
+      total += pays ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
   }
   return total;

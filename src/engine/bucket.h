@@ -77,8 +77,15 @@ class Bucket {
   }
   virtual void place(Param& param);
 
+  /// The whole parameters in the shards' own dtypes. Collective, whether they are gathered here or not.
+  std::vector<at::Tensor> put_together(c10::Device target, const Label& label) const;
+
   /// Instead of gathered memory, which nobody may write, gives the handles writable copies.
-  virtual void make_private();
+  void make_private();
+  /// The same with copies that may have another dtype or device, which the handles then have too.
+  void make_private(std::vector<at::Tensor> copies);
+  /// An error where wholes cannot be written.
+  virtual void check_writable() const {}
   bool is_private() const {
     return !private_.empty();
   }

@@ -237,7 +237,7 @@ void ExtendedBucket::release() {
   gathered_.reset();
 }
 
-void ExtendedBucket::make_private() {
+void ExtendedBucket::check_writable() const {
   FSDP_CHECK(
       params().empty(),
       "[write to parameter] the whole value of '",

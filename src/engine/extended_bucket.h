@@ -29,7 +29,7 @@ class ExtendedBucket final : public Bucket {
   void wait() override;
   void release() override;
   void place(Param& param) override;
-  void make_private() override;
+  void check_writable() const override;
   void begin_write(const Unit& unit) override;
   int64_t bytes() const override;
 

@@ -278,7 +278,10 @@ std::optional<c10::ScalarType> dtype_to_cast_to(const Call& call, bool autocast)
     return std::nullopt;
   }
   const auto& precision = call.first_handle->unit().precision();
-  return precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+  if (!precision.cast_forward_inputs || !precision.param_dtype) {
+    return std::nullopt;
+  }
+  return call.first_handle->dtype_to_meet(*precision.param_dtype);
 }
 
 c10::DispatchKeySet keys_below(c10::DispatchKey key, c10::DispatchKeySet keys) {

@@ -190,8 +190,15 @@ void Param::become_handle_around(const at::Tensor& tensor, const std::vector<at:
   install_handle(tensor, tensor.scalar_type(), tensor.device());
 }
 
-// Views of the former storages may live on, without memory.
 void Param::end_handle() {
+  end_storages();
+  handle_storages_ = std::exchange(put_aside_storages_, {});
+  end_storages();
+  put_aside_.reset();
+}
+
+// Views of the former storages may live on, without memory.
+void Param::end_storages() {
   for (const auto& each : handle_storages_) {
     if (each.storage != nullptr) {
       each.tenant->param = nullptr;
@@ -273,6 +280,36 @@ void Param::set_part(size_t part, void* memory) {
   } else {
     hollow_storage(*storage, why_hollow);
   }
+}
+
+void Param::show_copy(const at::Tensor& copy) {
+  const bool as_gathered = copy.scalar_type() == gathered_ && copy.device() == unit_.device();
+  if (at::Tensor handle(handle_.lock()); !as_gathered && handle.defined() && !put_aside_.defined()) {
+    InternalScope scope;
+    put_aside_ = handle.alias();
+    put_aside_storages_ = std::exchange(handle_storages_, {});
+    hollow_out(handle, {layout_.sizes(), layout_.strides(), copy.scalar_type(), copy.device()});
+  }
+  set_whole(copy.data_ptr());
+}
+
+void Param::end_copy() {
+  if (!put_aside_.defined()) {
+    return;
+  }
+  InternalScope scope;
+  at::Tensor handle(handle_.lock());
+  const bool is_ours = handle.defined() && !handle_was_replaced(handle);
+  end_storages();
+  handle_storages_ = std::exchange(put_aside_storages_, {});
+  const at::Tensor gathered = std::exchange(put_aside_, {});
+  if (is_ours) {
+    handle.set_data(gathered);
+  }
+}
+
+c10::ScalarType Param::dtype_to_meet(c10::ScalarType param_dtype) const {
+  return put_aside_.defined() && c10::isFloatingType(shard_dtype()) ? shard_dtype() : param_dtype;
 }
 
 bool Param::shard_was_replaced() const {

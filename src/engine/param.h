@@ -68,6 +68,11 @@ class alignas(64) Param {
   at::Tensor handle();
   /// Puts memory under the handle, or takes it away (null).
   void set_whole(void* memory);
+  /// Puts a writable copy under the handle, which takes its dtype and device until `end_copy`.
+  void show_copy(const at::Tensor& copy);
+  void end_copy();
+  /// Of inputs that meet the handle: what `param_dtype` says, unless it shows a copy of another dtype.
+  c10::ScalarType dtype_to_meet(c10::ScalarType param_dtype) const;
   /// The same for one of the tensors that the handle consists of.
   void set_part(size_t part, void* memory);
   /// Of the handle, of the shard, or of what is watched.
@@ -151,6 +156,7 @@ class alignas(64) Param {
   void hollow_out(at::Tensor tensor, const TensorGeometry& geometry);
   void install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device);
   void end_handle();
+  void end_storages();
   void end_watching();
   void end_stand_in();
   void set_requires_grad(bool wanted);
@@ -178,6 +184,9 @@ class alignas(64) Param {
     std::string why_hollow; // while there is memory; else the storage has it
   };
   c10::SmallVector<HollowStorage, 1> handle_storages_; // one, unless the handle consists of several tensors
+  // The handle as it is gathered, while it shows a copy of another dtype or device: views of it are views of this.
+  at::Tensor put_aside_;
+  c10::SmallVector<HollowStorage, 1> put_aside_storages_;
   layout::DimLayout layout_;
   std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
   std::vector<Tenant*> watched_; // owned by storages

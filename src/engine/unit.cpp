@@ -1,6 +1,7 @@
 #include "engine/unit.h"
 
 #include <algorithm>
+#include <exception>
 
 #include <ATen/ops/empty_strided.h>
 
@@ -188,6 +189,8 @@ void Unit::or_release(const Gather& gather) {
       bucket->release();
     }
     state_ = UnitState::kSharded;
+    requested = false;
+    ahead = GatheredFor::kNobody;
     runtime_->unit_changed(*this, EventKind::kReshard);
     throw;
   }
@@ -242,12 +245,26 @@ void Unit::reshard(bool after_forward) {
   wait();
   const tracing::Span span("reshard", display_name());
   state_ = UnitState::kSharded;
+  std::exception_ptr error;
+  try {
+    before_release(after_forward);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  for (auto& bucket : buckets_) {
+    bucket->release();
+  }
+  runtime_->unit_changed(*this, EventKind::kReshard);
+  if (error) {
+    std::rethrow_exception(error);
+  }
+}
+
+// Others may wait for what is only read to be released, before they let this rank write.
+void Unit::before_release(bool after_forward) {
   for (auto& bucket : buckets_) {
     in_place_readers::leave(*bucket->gather_group, *this);
     if (bucket->is_private()) {
-      runtime_->shards_change();
-      bucket->write_back(*this);
-      bucket->release();
       continue;
     }
     if (after_forward) {
@@ -256,13 +273,41 @@ void Unit::reshard(bool after_forward) {
     }
     bucket->release();
   }
-  runtime_->unit_changed(*this, EventKind::kReshard);
+  for (auto& bucket : buckets_) {
+    if (bucket->is_private()) {
+      runtime_->shards_change();
+      bucket->write_back(*this);
+    }
+  }
 }
 
 void Unit::make_private(Bucket& bucket) {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
   bucket.make_private();
   in_place_readers::leave(*bucket.gather_group, *this); // it has memory of its own now
+}
+
+void Unit::unshard_as_stored(c10::Device device, bool show) {
+  settle_replaced_shards();
+  check_materialized();
+  runtime_->order_gather();
+  wait_stream(current_stream(device_), runtime_->gather_stream());
+  std::vector<std::vector<at::Tensor>> copies;
+  for (const auto& bucket : buckets_) {
+    bucket->check_writable();
+    copies.push_back(bucket->put_together(device, label("summon_full_params")));
+  }
+  if (!show || is_private()) {
+    return;
+  }
+  reshard();
+  for (size_t i = 0; i < buckets_.size(); ++i) {
+    buckets_[i]->make_private(std::move(copies[i]));
+    buckets_[i]->expect_writes();
+  }
+  state_ = UnitState::kWhole;
+  runtime_->unit_changed(*this, EventKind::kUnshard);
+  runtime_->unit_changed(*this, EventKind::kWait);
 }
 
 bool Unit::is_private() const {

@@ -142,6 +142,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void reshard(bool after_forward = false);
   /// whole -> whole, but a bucket's memory is writable.
   void make_private(Bucket& bucket);
+  /// any -> whole: writable copies in the shards' own dtypes, on `device`. Collective, whatever state each rank's unit
+  /// is in. Unless `show`, only takes part: the state stays.
+  void unshard_as_stored(c10::Device device, bool show);
   bool is_private() const;
   /// What was written to a private copy reaches the shard.
   void write_back(const Param& param);
@@ -242,6 +245,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>
   void or_release(const Gather& gather);
+  void before_release(bool after_forward);
   void choose_reduce_groups();
   void look_for_params_on_meta();
 

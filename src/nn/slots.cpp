@@ -40,7 +40,7 @@ std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix)
     if (item.value().defined()) {
       std::function<void(const at::Tensor&)> replace;
       if (!handles_stay) { // where it is then: others may have been registered meanwhile
-        replace = [&module, name = item.key()](const at::Tensor& tensor) {
+        replace = [&module, owner = module.weak_from_this().lock(), name = item.key()](const at::Tensor& tensor) {
           if (at::Tensor* place = Registered::of(module).find(name)) {
             *place = tensor;
           }

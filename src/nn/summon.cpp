@@ -41,6 +41,7 @@ struct SummonedParams::Impl {
   bool visible = true; ///< on this rank
 
   void hold(const std::shared_ptr<Unit>& unit);
+  void gather_gradients(const Unit& unit);
   void show(const std::vector<Slot>& slots);
   void restore();
   void give_back(Unit& unit);
@@ -81,40 +82,32 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
       "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
       "or after ",
       "(after a forward without backward, call reset_iter_state() on the root first)");
-  unit->unshard();
-  unit->wait();
-  units.push_back(unit);
+  unit->unshard_as_stored(options.offload_to_cpu ? c10::Device(c10::kCPU) : unit->device(), visible);
   if (!visible) {
-    unit->reshard();
     return;
   }
+  units.push_back(unit);
   ++unit->held;
-  for (const auto& bucket : unit->buckets()) {
-    unit->make_private(*bucket);
-    bucket->expect_writes();
+  for (const auto& param : unit->params()) {
+    // An alias: users may give their tensor other data. A copy, where another guard shows it on a device.
+    const at::Tensor copy = unit->private_copy(*param);
+    const at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
+    wholes[param.get()] = (whole.is_same(copy) ? copy.alias() : whole).set_requires_grad(param->trainable());
+  }
+}
+
+// By all ranks, though some do not show them.
+void SummonedParams::Impl::gather_gradients(const Unit& unit) {
+  for (const auto& param : unit.params()) {
+    const at::Tensor gradient = sharded(param->shard()).full_grad();
+    if (auto found = wholes.find(param.get()); found != wholes.end() && gradient.defined()) {
+      const engine::InternalScope scope;
+      found->second.mutable_grad() = gradient.to(found->second.options().requires_grad(false));
+    }
   }
 }
 
 void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
-  for (auto& unit : units) {
-    for (const auto& param : unit->params()) {
-      // Gradients are gathered by all, shown to some.
-      at::Tensor gradient = options.with_grads ? sharded(param->shard()).full_grad() : at::Tensor();
-      if (!visible) {
-        continue;
-      }
-      engine::InternalScope scope;
-      // An alias: users may give their tensor other data.
-      const at::Tensor copy = unit->private_copy(*param);
-      at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
-      whole = whole.is_same(copy) ? copy.alias() : whole;
-      whole.set_requires_grad(param->trainable());
-      if (gradient.defined()) {
-        whole.mutable_grad() = gradient.to(whole.options().requires_grad(false));
-      }
-      wholes[param.get()] = whole;
-    }
-  }
   for (const auto& slot : slots) {
     Param* param = engine::param_of(slot.tensor);
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
@@ -164,9 +157,6 @@ void SummonedParams::Impl::restore() {
 }
 
 void SummonedParams::Impl::give_back(Unit& unit) {
-  if (!visible) {
-    return;
-  }
   auto guard = unit.runtime().lock();
   unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
   const bool writes = options.writeback && unit.is_private();
@@ -225,6 +215,9 @@ SummonedParams summon_full_params(
   try {
     for (const auto& unit : units) {
       impl->hold(unit);
+      if (options.with_grads) {
+        impl->gather_gradients(*unit);
+      }
     }
     impl->show(slots);
   } catch (...) {

@@ -1,7 +1,11 @@
 // Summoned parameters are whole and plain, and what is written to them reaches the shards.
 
+#include "comm/decorated_group.h"
+#include "engine/bucket.h"
+#include "engine/runtime.h"
 #include "engine/unit.h"
 #include "nn/parity.h"
+#include "nn/watched.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -113,6 +117,211 @@ TEST_P(Summon, AnErrorLeavesEverythingSharded) {
     EXPECT_EQ(first.unit()->state(), engine::UnitState::kSharded);
     EXPECT_EQ(first.unit()->held, 0);
     loss.backward();
+  });
+}
+
+at::Tensor not_exact_in_bfloat16(at::IntArrayRef sizes) {
+  return 1 + torch::arange(1, c10::multiply_integers(sizes) + 1, torch::kFloat).view(sizes) / 1000;
+}
+
+nn::Sequential in_bfloat16() {
+  nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+  torch::NoGradGuard no_grad;
+  for (auto& parameter : model->parameters()) {
+    parameter.copy_(not_exact_in_bfloat16(parameter.sizes()));
+  }
+  for (const auto& module : std::vector<nn::Module*>{&*model[0], &*model}) {
+    fully_shard(*module, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+  }
+  return model;
+}
+
+// What is shown, and what members say meanwhile, on the calling rank.
+void expect_own_dtype(const SummonOptions& options) {
+  auto model = in_bfloat16();
+  auto& first = *model[0]->as<nn::Linear>();
+  const auto view = first.weight.t();
+  const auto values = not_exact_in_bfloat16({3, 5});
+  {
+    const auto guard = summon_full_params(*model, options);
+    const auto shown = model->parameters()[0];
+    EXPECT_TRUE(torch::equal(shown, values));
+    EXPECT_TRUE(torch::equal(first.weight, values));
+    torch::NoGradGuard no_grad;
+    shown.mul_(1.001);
+    EXPECT_TRUE(torch::equal(first.weight, values * 1.001));
+    first.weight.add_(1);
+    EXPECT_TRUE(torch::equal(shown, values * 1.001 + 1));
+    const auto x = torch::ones({2, 5});
+    EXPECT_TRUE(torch::equal(first.forward(x), torch::linear(x, shown, first.bias)));
+  }
+  const auto expected = values * 1.001 + 1;
+  EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), expected));
+  EXPECT_TRUE(torch::equal(first.weight.detach(), expected.to(torch::kBFloat16)));
+  EXPECT_TRUE(torch::equal(view.detach().contiguous(), expected.to(torch::kBFloat16).t()));
+  EXPECT_TRUE(torch::equal(whole_of(*model, "1.weight"), not_exact_in_bfloat16({2, 3})));
+  model->forward(torch::ones({2, 5})).sum().backward();
+  EXPECT_EQ(model->parameters()[0].grad().scalar_type(), torch::kFloat);
+}
+
+TEST_P(Summon, ShowsParametersInTheirOwnDtype) {
+  on_threads(GetParam(), [] {
+    expect_own_dtype({});
+    expect_own_dtype({.offload_to_cpu = true});
+  });
+}
+
+TEST(SummonOverGloo, ShowsParametersInTheirOwnDtype) {
+  on_processes(3, [] {
+    init({.backend = "gloo", .device = "cpu"});
+    expect_own_dtype({});
+    shutdown();
+  });
+}
+
+TEST_P(Summon, ALoopThatSwapsAveragesInKeepsTheirDigits) {
+  on_threads(GetParam(), [] {
+    auto model = in_bfloat16();
+    const auto average = not_exact_in_bfloat16({3, 5}) * 0.999;
+    for (int round = 0; round < 3; ++round) {
+      const auto guard = summon_full_params(*model);
+      torch::NoGradGuard no_grad;
+      auto shown = model->parameters()[0];
+      const auto before = shown.clone();
+      shown.copy_(average);
+      EXPECT_TRUE(torch::equal(model[0]->as<nn::Linear>()->weight, average));
+      shown.copy_(before);
+    }
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), not_exact_in_bfloat16({3, 5})));
+  });
+}
+
+TEST_P(Summon, AStepWithinAGuardTrainsInTheShownDtype) {
+  on_threads(GetParam(), [] {
+    auto model = in_bfloat16();
+    const auto x = torch::full({2, 5}, 1.001);
+    at::Tensor loss;
+    {
+      const auto guard = summon_full_params(*model, {.writeback = false});
+      loss = model->forward(x).sum();
+      loss.backward();
+    }
+    nn::Sequential plain(nn::Linear(5, 3), nn::Linear(3, 2));
+    for (auto& item : plain->named_parameters()) {
+      item.value().set_data(not_exact_in_bfloat16(item.value().sizes()));
+    }
+    EXPECT_TRUE(torch::equal(loss, plain->forward(x).sum()));
+    EXPECT_TRUE(model->parameters()[0].grad().defined());
+    model->forward(x).sum().backward();
+  });
+}
+
+TEST_P(Summon, RanksThatShowNothingHoldNothing) {
+  on_threads(GetParam(), [] {
+    for (const bool bf16 : {false, true}) {
+      FullyShardOptions options;
+      options.mp_policy.param_dtype = bf16 ? std::optional(torch::kBFloat16) : std::nullopt;
+      Stack stack(options);
+      stack.step([&] {
+        const auto guard = summon_full_params(*stack.module, {.writeback = false, .rank0_only = true});
+        EXPECT_EQ(is_sharded(stack.module->parameters()[0]), rank() != 0);
+      });
+      EXPECT_EQ(stack.watched->events().empty(), rank() != 0);
+    }
+  });
+}
+
+TEST_P(Summon, AGuardMayOutliveItsModule) {
+  on_threads(GetParam(), [] {
+    nn::Linear kept(3, 2);
+    std::optional<SummonedParams> guard;
+    {
+      nn::Sequential model(nn::Linear(5, 3), kept);
+      fully_shard(*model[0]);
+      fully_shard(*model);
+      guard.emplace(summon_full_params(*model));
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) {
+        parameter.fill_(3);
+      }
+    }
+    guard->end();
+    EXPECT_TRUE(torch::equal(whole_of(*kept, "weight"), torch::full({2, 3}, 3.0)));
+  });
+}
+
+/// From some moment on, its homes are not to be written.
+class ReadOnlyGroup final : public DecoratedGroup {
+ public:
+  using DecoratedGroup::DecoratedGroup;
+
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    return std::make_shared<ReadOnlyHome>(base_->make_home(std::move(pieces), options, label), read_only);
+  }
+
+  std::shared_ptr<bool> read_only = std::make_shared<bool>(false);
+
+ private:
+  struct ReadOnlyHome final : Home {
+    ReadOnlyHome(std::shared_ptr<Home> base, std::shared_ptr<bool> read_only)
+        : base(std::move(base)), read_only(std::move(read_only)) {}
+    void* slice(size_t index) const override {
+      return base->slice(index);
+    }
+    void begin_write(const Label& label) override {
+      if (*read_only) {
+        throw CommError("a test");
+      }
+      base->begin_write(label);
+    }
+    std::unique_ptr<Gathered> gather(const Label& label) override {
+      return base->gather(label);
+    }
+    std::shared_ptr<Home> base;
+    std::shared_ptr<bool> read_only;
+  };
+};
+
+TEST_P(Summon, WhereWritingBackFailsNothingStaysGathered) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    const auto alone = Mesh::from_groups({group_of_one()}, {"shard"}, c10::kCPU);
+    auto sharded_first =
+        fully_shard(*model[0], {.shard_placement_fn = [&](const at::Tensor& parameter, const std::string&) {
+          return ShardPlacement{.mesh = parameter.dim() == 1 ? std::optional(alone) : std::nullopt};
+        }});
+    auto root = fully_shard(*model);
+    auto& unit = *sharded_first.unit();
+    ASSERT_EQ(unit.buckets().size(), 2U);
+    auto group = std::make_shared<ReadOnlyGroup>(unit.buckets()[0]->shared_shard_group());
+    unit.buckets()[0]->gather_group = group;
+    unit.buckets()[0]->settle(unit);
+    int whole_units = -1;
+    unit.runtime().set_observer([&](const engine::Event& event) { whole_units = event.whole_units; });
+    const auto weight = model[0]->as<nn::Linear>()->weight;
+    const auto fill = [&] {
+      torch::NoGradGuard no_grad;
+      weight.fill_(2);
+      *group->read_only = true;
+    };
+    const std::vector<std::function<void()>> ways{
+        [&] { fill(), sharded_first.reshard(); },
+        [&] { fill(), model[1]->as<nn::Linear>()->weight.detach().clone(); }, // which releases what was left behind
+        [&] {
+          auto guard = summon_full_params(*model);
+          fill(), guard.end();
+        }};
+    for (const auto& way : ways) {
+      EXPECT_THROW(way(), CommError);
+      EXPECT_EQ(unit.state(), engine::UnitState::kSharded);
+      EXPECT_EQ(unit.whole_bytes(), 0);
+      EXPECT_EQ(whole_units, 0);
+      EXPECT_TRUE(is_sharded(model->parameters()[0]));
+      *group->read_only = false;
+      barrier();
+      EXPECT_EQ(weight.detach().clone().size(0), 3); // is gathered again
+      sharded_first.reshard(), root.reshard();
+    }
   });
 }
 
