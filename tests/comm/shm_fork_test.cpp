@@ -24,7 +24,6 @@ int status_of_child(const Body& body) {
   const pid_t child = fork();
   if (child == 0) {
     alarm(20); // a child that hangs is a failure
-    std::signal(SIGSEGV, SIG_DFL); // whatever a sanitizer makes of it
     body();
     _exit(::testing::Test::HasFailure() ? 1 : 0);
   }
@@ -33,8 +32,15 @@ int status_of_child(const Body& body) {
   return status;
 }
 
-bool ended_by(int signal, int status) {
-  return WIFSIGNALED(status) && WTERMSIG(status) == signal;
+template <typename Body>
+::testing::AssertionResult ends_with_a_reason(const Body& body) {
+  ::testing::internal::CaptureStderr(); // the child's too
+  const int status = status_of_child(body);
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGSEGV) {
+    return ::testing::AssertionFailure() << "it ended with status " << status;
+  }
+  return mentions(said, "a forked child touched shards");
 }
 
 // A unit of two ranks, gathered. Its shards lie where the other rank reads them, and will change.
@@ -44,6 +50,7 @@ struct Sharded {
   std::unique_ptr<Gathered> gathered;
 
   Sharded() {
+    std::signal(SIGSEGV, SIG_DFL); // whatever a sanitizer makes of it
     fill_slices(*group, *home, pieces(), 1);
     gathered = home->gather(kTest);
     gathered->wait();
@@ -61,8 +68,8 @@ TEST(ShmFork, AChildHasNoShards) {
     const Sharded unit;
     float* shard = unit.shard();
     const volatile float* whole = unit.whole();
-    EXPECT_TRUE(ended_by(SIGSEGV, status_of_child([&] { *shard = 77; })));
-    EXPECT_TRUE(ended_by(SIGSEGV, status_of_child([&] { _exit(*whole == 77 ? 2 : 3); })));
+    EXPECT_TRUE(ends_with_a_reason([&] { *shard = 77; }));
+    EXPECT_TRUE(ends_with_a_reason([&] { _exit(*whole == 77 ? 2 : 3); }));
     unit.group->barrier(kTest);
     expect_pieces(*unit.gathered, pieces(), 1);
   });
@@ -114,6 +121,7 @@ TEST(ShmFork, AChildOfAChildIsAsFree) {
   on_processes(2, [] {
     const Sharded unit;
     EXPECT_EQ(status_of_child([&] { EXPECT_EQ(status_of_child([] {}), 0); }), 0);
+    EXPECT_EQ(status_of_child([&] { EXPECT_TRUE(ends_with_a_reason([&] { *unit.shard() = 77; })); }), 0);
     unit.group->barrier(kTest);
   });
 }

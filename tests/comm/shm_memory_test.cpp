@@ -22,7 +22,7 @@ double sum_of_ranks(Group& group, double mine) {
 
 double memory_of_ranks(Group& group) {
   group.barrier(kTest);
-  return sum_of_ranks(group, proportional_mebibytes());
+  return sum_of_ranks(group, proportional_mebibytes_of_no_file());
 }
 
 int mappings_of(const std::string& name) {

@@ -62,6 +62,37 @@ INSTANTIATE_TEST_SUITE_P(Reads, ShmOverlap, ::testing::ValuesIn(kReads), [](cons
   return info.param.name;
 });
 
+// Lets the writer go on when the thread that has it ends.
+struct LetsGoAtTheEnd {
+  PausedMemory* memory = nullptr;
+  ~LetsGoAtTheEnd() {
+    memory->go_on();
+  }
+};
+
+// Nothing would end rank 1's wait but its limit.
+TEST(ShmOverlaps, ARankThatGoesWaitsForReadersNoLongerThanTheLimit) {
+  PausedMemory paused(kNumel * sizeof(float));
+  const at::Tensor result = at::from_blob(paused.data(), {kNumel});
+  const at::Tensor given = at::ones({kNumel});
+  const auto body = [&] {
+    const auto group = current_world()->group;
+    const auto reduce = [&](const at::Tensor& whole, const at::Tensor& slices) {
+      return group->reduce_scatter({{whole}, {kNumel / 2}, {slices.narrow(0, 0, kNumel / 2)}}, kTest);
+    };
+    if (group->rank() == 1) {
+      thread_local LetsGoAtTheEnd at_the_end;
+      at_the_end.memory = &paused;
+      const auto work = reduce(given, at::empty({kNumel}));
+      paused.await_writer();
+      group->abort("out of memory");
+      return;
+    }
+    EXPECT_TRUE(mentions(comm_error([&] { reduce(at::ones({kNumel}), result)->wait(); }), "out of memory"));
+  };
+  on_threads(2, body, std::chrono::milliseconds(1500));
+}
+
 TEST(ShmOverlaps, AGatherThatAFailureOverlapsIsNotDelivered) {
   enum { kBegun, kGathered, kFailed };
   std::atomic<int> state = kBegun;

@@ -45,6 +45,19 @@ inline Mapping mapping_of(const void* pointer) {
   return {};
 }
 
+/// This process's share in MiB of all memory that no file backs. Programs and libraries are left out: the share of
+/// these changes with what else runs on the machine.
+inline double proportional_mebibytes_of_no_file() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  double kibibytes = 0;
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("Pss_Anon:", 0) == 0 || line.rfind("Pss_Shmem:", 0) == 0) {
+      kibibytes += std::stod(line.substr(line.find(':') + 1));
+    }
+  }
+  return kibibytes / 1024;
+}
+
 /// This process's share in MiB of the mappings whose name contains `name`: pages that several processes map are divided
 /// among them. Of all mappings, with an empty name.
 inline double proportional_mebibytes(const std::string& name = "") {

@@ -15,6 +15,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/shm/left_behind.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -219,9 +220,11 @@ void Segment::part_from_parent(char* mapping) const {
   if (!mapping) {
     return;
   }
-  const int flags = MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE;
-  const void* mapped = kept_in_children_ ? mmap(mapping, bytes(), PROT_READ | PROT_WRITE, flags, own_fd_, 0)
-                                         : mmap(mapping, bytes(), PROT_NONE, flags | MAP_ANONYMOUS, -1, 0);
+  if (!kept_in_children_) {
+    return leave_behind(mapping, bytes());
+  }
+  const void* mapped =
+      mmap(mapping, bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, own_fd_, 0);
   TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would share memory with its parent");
 }
 

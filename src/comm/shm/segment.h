@@ -34,7 +34,8 @@ enum class Access { kRead, kWrite, kReadAndWrite };
 ///
 /// [Note: forked children] A forked child would see what its parent and the other ranks go on writing, and could write
 /// there itself. So a segment is not there in a child: its addresses are kept, and to touch them ends the child with a
-/// SIGSEGV. To copy what is there instead would cost each worker that a program forks a copy of the model's shards.
+/// SIGSEGV and a word on why. To copy what is there instead would cost each worker that a program forks a copy of the
+/// model's shards.
 class Segment {
  public:
   /// A new segment of zeros; pages come with the first write.
