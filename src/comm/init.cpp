@@ -19,6 +19,7 @@
 #include "comm/c10d/nccl.h"
 #include "comm/host.h"
 #include "comm/rendezvous.h"
+#include "comm/timeout.h"
 #include "comm/world.h"
 
 namespace fsdp {
@@ -43,7 +44,7 @@ std::optional<Joined>& joined() {
 
 milliseconds chosen_timeout(const InitOptions& options) {
   const bool is_default = options.timeout == InitOptions().timeout;
-  return is_default ? env::seconds("FSDP_TIMEOUT").value_or(options.timeout) : options.timeout;
+  return bounded(is_default ? env::seconds("FSDP_TIMEOUT").value_or(options.timeout) : options.timeout);
 }
 
 int device_count(c10::DeviceType type) {
@@ -202,7 +203,7 @@ void join_job(const Launch& launch, const InitOptions& options) {
     world.device = use_device(device, world.local_rank);
     world.group = make_group(launch, options, world.device, *state.rendezvous);
   }
-  set_process_world(std::make_unique<World>(std::move(world)));
+  exchange_process_world(std::make_unique<World>(std::move(world)));
   joined() = std::move(state);
 }
 
@@ -287,10 +288,14 @@ void shutdown() {
     return;
   }
   auto state = std::exchange(joined(), std::nullopt);
-  set_process_world(nullptr);
+  auto world = exchange_process_world(nullptr);
   if (state->process != getpid()) { // a forked child has nobody to take leave of, and no threads to join
     static_cast<void>(state->rendezvous.release());
-  } else if (state->rendezvous) {
+    static_cast<void>(world.release());
+    return;
+  }
+  world.reset();
+  if (state->rendezvous) {
     state->rendezvous->leave(std::min(kLeaveLimit, state->options.timeout));
   }
 }

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/env.h"
+#include "comm/process.h"
 
 namespace fsdp {
 namespace {
@@ -17,7 +18,7 @@ constexpr int64_t kMaxRanks = std::numeric_limits<int>::max();
 // per task.
 constexpr int64_t kFirstSpecialStep = 0xfffffff0;
 
-// Ports that are derived lie below the range that systems hand out to clients.
+// Several hosts derive the port from the job. Such ports lie below the range that systems hand out to clients.
 constexpr uint16_t kFirstPort = 20000;
 constexpr uint16_t kPorts = 10000;
 
@@ -105,7 +106,10 @@ bool on_one_host(const Names& names, int size) {
 }
 
 /// What all ranks of the job know and no other job has.
-std::optional<std::string> job_id() {
+std::optional<std::string> job_id(const Names& names) {
+  if (&names == &kTorchrun) {
+    return env::string("TORCHELASTIC_RUN_ID"); // ranks by hand may be of several jobs of a batch system
+  }
   for (const char* name : {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"}) {
     if (const auto id = env::string(name)) {
       return *id;
@@ -119,7 +123,7 @@ std::optional<std::string> job_id() {
 
 /// The same on this host, where the launcher's process is the parent of all ranks.
 std::string job_on_this_host() {
-  return c10::str(getuid(), ".", getppid());
+  return c10::str(getuid(), ".", getppid(), ".", process_start(getppid()).value_or(0));
 }
 
 uint16_t port_of(const std::string& job) {
@@ -160,14 +164,25 @@ uint16_t rendezvous_port(const Names& names, int size) {
   if (&names == &kTorchrun || is_set("MASTER_PORT")) {
     return static_cast<uint16_t>(env::required_integer("MASTER_PORT", kInit, 1, 65535));
   }
-  const auto job = job_id();
+  if (on_one_host(names, size)) {
+    return 0;
+  }
+  const auto job = job_id(names);
   FSDP_CHECK(
-      job || on_one_host(names, size),
+      job,
       "[init] expected MASTER_PORT, as ",
       names.launcher,
       " started ranks on several hosts and gives them no job id from which to choose the same port; set ",
       "MASTER_PORT to a free port of rank 0's host on all ranks (mpiexec -genv MASTER_PORT 29500)");
-  return port_of(job.value_or(job_on_this_host()));
+  return port_of(*job);
+}
+
+std::string job_of(const Names& names, int size) {
+  if (const auto id = env::string("FSDP_JOB_ID")) {
+    return *id;
+  }
+  const bool has_parent = &names != &kTorchrun && on_one_host(names, size);
+  return job_id(names).value_or(has_parent ? job_on_this_host() : "");
 }
 
 Launch read_job(const Names& names) {
@@ -177,6 +192,7 @@ Launch read_job(const Names& names) {
   }
   launch.address = address_of_rank_zero(names, launch.size);
   launch.port = rendezvous_port(names, launch.size);
+  launch.job = job_of(names, launch.size);
   if (&names == &kTorchrun) {
     launch.agent_store = env::flag("TORCHELASTIC_USE_AGENT_STORE").value_or(false);
     launch.attempt = optional_int("TORCHELASTIC_RESTART_COUNT").value_or(0);

@@ -13,7 +13,8 @@ struct Launch {
   int size = 1;
   std::optional<int> local_rank; ///< not every launcher tells
   std::string address; ///< where the rendezvous store listens; empty in a world of one
-  uint16_t port = 0;
+  uint16_t port = 0; ///< 0: rank 0 takes one that is free, and tells the others, who are on its host
+  std::string job; ///< the same on all ranks, and another in every other job, as far as the launcher tells; or empty
   /// The store is served by the launcher (torchrun's agent), not by rank 0.
   bool agent_store = false;
   /// Starts of the same job that share one store (torchrun's restarts) are told apart by it.

@@ -2,22 +2,22 @@
 
 #include <algorithm>
 #include <exception>
-#include <map>
+#include <iterator>
 #include <memory>
-#include <optional>
+#include <set>
 #include <sstream>
-#include <thread>
 #include <utility>
 
 #include <unistd.h>
 
-#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/check.h"
 #include "base/format.h"
+#include "comm/port_file.h"
 #include "comm/process.h"
+#include "comm/rendezvous_store.h"
+#include "comm/timeout.h"
 #include "comm/within_limit.h"
 
 namespace fsdp {
@@ -27,175 +27,127 @@ constexpr std::chrono::milliseconds kServersGrace{1000};
 // How long a rank waits before it looks whether the others still live.
 constexpr std::chrono::milliseconds kSlice{1000};
 constexpr std::chrono::milliseconds kAtOnce{1};
-constexpr std::chrono::milliseconds kPoll{20};
+// Plain, as background threads may read them at exit.
 constexpr const char* kGivenUp = "given up";
+constexpr const char* kKnown = "known";
+constexpr const char* kLeft = "left";
 
 using Clock = std::chrono::steady_clock;
 using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
 
-std::string text_of(const std::exception& error) {
-  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
-  return from_c10 ? from_c10->what_without_backtrace() : error.what();
-}
-
 double in_seconds(std::chrono::milliseconds time) {
   return static_cast<double>(time.count()) / 1000;
 }
 
-std::string key(const std::string& what, int rank) {
-  return c10::str(what, "/", rank);
+std::string key(const std::string& what, int64_t number) {
+  return c10::str(what, "/", number);
 }
 
-std::vector<std::string> keys(const std::string& what, int size) {
-  std::vector<std::string> all;
-  for (int rank = 0; rank < size; ++rank) {
-    all.push_back(key(what, rank));
-  }
-  return all;
+std::string all_key(const std::string& what) {
+  return what + "/all";
 }
 
-[[noreturn]] void cannot_connect(const Launch& launch, std::chrono::milliseconds timeout, const std::exception& error) {
-  const bool serves = launch.rank == 0 && !launch.agent_store;
-  const std::string place = c10::str(launch.address, ":", launch.port);
-  throw CommError(
-      serves ? c10::str(
-                   "[init] rank 0 expected to serve the rendezvous at ",
-                   place,
-                   ": ",
-                   text_of(error),
-                   "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host")
-             : c10::str(
-                   "[init] rank ",
-                   launch.rank,
-                   " expected to reach the rendezvous at ",
-                   place,
-                   " within ",
-                   in_seconds(timeout),
-                   " s: ",
-                   text_of(error),
-                   "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
-}
-
-StorePtr open_store(const Launch& launch, std::chrono::milliseconds timeout) {
-  c10d::TCPStoreOptions options;
-  options.port = launch.port;
-  options.isServer = launch.rank == 0 && !launch.agent_store;
-  options.waitWorkers = false; // we wait ourselves, to name who is missing
-  options.timeout = timeout;
-  try {
-    return c10::make_intrusive<c10d::TCPStore>(launch.address, options);
-  } catch (const std::exception& error) {
-    cannot_connect(launch, timeout, error);
-  }
-}
-
-/// The store of an address stays open as long as the process: a rank that comes back after `leave` must not find the
-/// server of before about to close. Never destroyed, so that its server outlives whatever runs at exit.
-StorePtr connect(const Launch& launch, std::chrono::milliseconds timeout) {
-  static auto* const open = new std::map<std::string, StorePtr>();
-  StorePtr& store = (*open)[c10::str(launch.address, ":", launch.port, ":", launch.rank)];
-  if (!store) {
-    store = open_store(launch, timeout);
-  }
-  return store;
+std::string who_key(const std::string& what) {
+  return what + "/who";
 }
 
 /// Starts that use the same store one after another do not see each other's keys: restarts by the launcher, and later
 /// rendezvous of this process.
-std::string fresh_prefix(const Launch& launch) {
+StorePtr fresh_part(const Launch& launch, const StorePtr& store) {
   static int count = 0;
-  return c10::str("libfsdp/", launch.attempt, "/", count++);
+  return c10::make_intrusive<c10d::PrefixStore>(
+      c10::str("libfsdp/", launch.job, "/", launch.attempt, "/", count++), store);
 }
 
 /// Even what should be answered at once is not if the server was stopped.
 std::string answer_of(std::chrono::milliseconds limit, std::function<std::string()> talk) {
-  auto answer = within_limit(limit, std::move(talk));
+  auto answer = within_limit<std::string>(limit, std::move(talk));
   if (!answer) {
     throw CommError("the rendezvous does not answer");
   }
   return *std::move(answer);
 }
 
+/// "rank 1 has", "ranks 1, 2 have"
 std::string have(const std::vector<int>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
 }
 
-/// "rank 1 has", "ranks 1, 2 have"
-std::string missing(Store& store, const std::vector<std::string>& keys) {
+/// The last of all says so to the others.
+void count_me(Store& store, const std::string& what, int size) {
+  if (store.add(what, 1) == size) {
+    store.set(all_key(what), "1");
+  }
+}
+
+std::string missing(Store& store, const std::string& what, int size) {
+  std::istringstream text(store.get_to_str(who_key(what))); // this rank's number at least
+  const std::set<int> came{std::istream_iterator<int>(text), {}};
   std::vector<int> ranks;
-  for (size_t rank = 0; rank < keys.size(); ++rank) {
-    if (!store.check({keys[rank]})) {
-      ranks.push_back(static_cast<int>(rank));
+  for (int rank = 0; rank < size; ++rank) {
+    if (came.count(rank) == 0) {
+      ranks.push_back(rank);
     }
   }
   return have(ranks);
 }
 
-/// Who has come, and can be watched from here.
-std::string witnesses_key() {
+/// The processes that can watch each other have numbers there, and a line each.
+std::string witnesses() {
   return "processes/" + process_space();
 }
 
-std::string witness_of(int rank) {
-  return c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0), '\n');
-}
-
-/// It takes one question, however many ranks there are.
-std::vector<int> dead_ranks(Store& store) {
-  std::istringstream text(store.get_to_str(witnesses_key()));
-  std::vector<int> ranks;
+/// The rank of the witness, if that has died.
+std::vector<int> dead_rank(Store& store, int64_t number) {
+  const auto line = key(witnesses(), number);
+  std::istringstream text(store.check({line}) ? store.get_to_str(line) : "");
   int rank = 0;
   int32_t pid = 0;
-  for (uint64_t start = 0; text >> rank >> pid >> start;) {
-    if (has_ended(pid, start)) {
-      ranks.push_back(rank);
-    }
-  }
-  return ranks;
+  uint64_t start = 0;
+  const bool died = text >> rank >> pid >> start && has_ended(pid, start);
+  return died ? std::vector<int>{rank} : std::vector<int>{};
 }
 
-/// "rank 1 has died", or nothing.
-std::string deaths(Store& store) {
-  const auto ranks = dead_ranks(store);
-  return ranks.empty() ? "" : have(ranks) + " died";
-}
-
-/// Whether all who have come, and live, know that the ranks will not meet.
-bool all_know(Store& store, int size) {
-  const auto dead = dead_ranks(store);
-  for (int rank = 0; rank < size; ++rank) {
-    const bool lives = std::find(dead.begin(), dead.end(), rank) == dead.end();
-    if (lives && store.check({key("arrived", rank)}) && !store.check({key("knows", rank)})) {
-      return false;
-    }
+/// Each watches the one before it, the first the last. Who finds a death looks at all.
+std::string deaths(Store& store, int64_t mine) {
+  const int64_t watched = mine > 0 ? mine - 1 : store.add(witnesses(), 0) - 1;
+  if (watched == mine || dead_rank(store, watched).empty()) {
+    return "";
   }
-  return true;
+  std::vector<int> ranks;
+  for (int64_t number = store.add(witnesses(), 0) - 1; number >= 0; --number) {
+    const auto dead = dead_rank(store, number);
+    ranks.insert(ranks.end(), dead.begin(), dead.end());
+  }
+  std::sort(ranks.begin(), ranks.end());
+  return have(ranks) + " died";
 }
 
 /// Why the ranks will not meet, if that is known already.
-std::string failure(Store& store) {
-  return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : deaths(store);
+std::string failure(Store& store, int64_t witness) {
+  return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : deaths(store, witness);
 }
 
 } // namespace
 
 Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
-    : launch_(launch),
-      timeout_(timeout),
-      store_(c10::make_intrusive<c10d::PrefixStore>(fresh_prefix(launch), connect(launch, timeout))) {
-  arrive();
+    : Rendezvous(launch, timeout, fresh_part(launch, connect_to_rendezvous(launch, bounded(timeout)))) {}
+
+Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout, StorePtr store)
+    : launch_(launch), timeout_(bounded(timeout)), store_(std::move(store)) {
+  be_seen();
+  meet({.key = "arrived", .done = "arrived"});
+  if (serves_rendezvous(launch_)) {
+    withdraw_port(launch_.job);
+  }
 }
 
 Rendezvous::~Rendezvous() = default;
 
-bool Rendezvous::serves() const {
-  return launch_.rank == 0 && !launch_.agent_store;
-}
-
 // Who serves the others gives up last, or they would only see that it is gone.
 std::chrono::milliseconds Rendezvous::limit() const {
-  return serves() ? timeout_ + kServersGrace : timeout_;
+  return serves_rendezvous(launch_) ? timeout_ + kServersGrace : timeout_;
 }
 
 std::string Rendezvous::ask(std::function<std::string()> talk) const {
@@ -206,9 +158,8 @@ std::string Rendezvous::ask(std::function<std::string()> talk) const {
   }
 }
 
-void Rendezvous::arrive() {
-  const std::string count =
-      ask([store = store_, mine = key("arrived", launch_.rank)] { return std::to_string(store->add(mine, 1)); });
+void Rendezvous::be_seen() {
+  const auto count = ask([store = store_, mine = key("rank", launch_.rank)] { return c10::str(store->add(mine, 1)); });
   FSDP_CHECK(
       count == "1",
       "[init] expected one process of rank ",
@@ -216,37 +167,42 @@ void Rendezvous::arrive() {
       ", but ",
       count,
       " came to ",
-      launch_.address,
-      ":",
-      launch_.port,
+      place_of(launch_),
       "; give every process a rank of its own, and every job a MASTER_PORT of its own");
-  ask([store = store_, mine = witness_of(launch_.rank)] {
-    store->append(witnesses_key(), {mine.begin(), mine.end()});
-    return std::string();
+  const auto number = ask([store = store_, rank = launch_.rank] {
+    const int64_t mine = store->add(witnesses(), 1) - 1;
+    store->set(key(witnesses(), mine), c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0)));
+    return c10::str(mine);
   });
-  wait_for("arrived");
+  witness_ = std::stoll(number);
 }
 
-void Rendezvous::wait_for(const std::string& what) {
+void Rendezvous::meet(const Round& round) {
+  ask([store = store_, what = round.key, mine = c10::str(launch_.rank, ' '), size = launch_.size] {
+    store->append(who_key(what), {mine.begin(), mine.end()});
+    count_me(*store, what, size);
+    return std::string();
+  });
   const auto end = Clock::now() + limit();
-  while (!all_have(what, std::min(kSlice, limit()))) {
-    const auto failed = ask([store = store_] { return failure(*store); });
-    if (!failed.empty() && !all_have(what, kAtOnce)) {
+  while (!all_came(round, std::min(kSlice, limit()))) {
+    const auto failed = ask([store = store_, witness = witness_] { return failure(*store, witness); });
+    if (!failed.empty() && !all_came(round, kAtOnce)) {
       fail(failed);
     }
     if (Clock::now() >= end) {
-      const auto late = ask([store = store_, all = keys(what, launch_.size)] { return missing(*store, all); });
-      fail(c10::str(late, " not ", what, " after ", in_seconds(timeout_), " s"));
+      const auto late =
+          ask([store = store_, what = round.key, size = launch_.size] { return missing(*store, what, size); });
+      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_), " s"));
     }
   }
 }
 
-bool Rendezvous::all_have(const std::string& what, std::chrono::milliseconds within) const {
-  const auto all = keys(what, launch_.size);
+bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) const {
+  const auto all = all_key(round.key);
   std::string reason;
   try {
     answer_of(within + limit(), [store = store_, all, within] {
-      store->wait(all, within);
+      store->wait({all}, within);
       return std::string();
     });
     return true;
@@ -254,8 +210,9 @@ bool Rendezvous::all_have(const std::string& what, std::chrono::milliseconds wit
     reason = text_of(error);
   }
   try {
-    return answer_of(kServersGrace, [store = store_, all] { return std::string(store->check(all) ? "yes" : "no"); }) ==
-           "yes";
+    return answer_of(kServersGrace, [store = store_, all] {
+             return std::string(store->check({all}) ? "yes" : "no");
+           }) == "yes";
   } catch (const std::exception&) {
     fail(reason); // not late: the store itself is gone, and what was said first is all there is
   }
@@ -263,14 +220,15 @@ bool Rendezvous::all_have(const std::string& what, std::chrono::milliseconds wit
 
 void Rendezvous::fail(const std::string& reason) const {
   try {
-    answer_of(kServersGrace, [store = store_, mine = key("knows", launch_.rank), reason] {
-      store->set(kGivenUp, reason); // so that the others do not find this rank dead, but know why
-      store->set(mine, "1");
+    // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
+    // the store is gone: who serves it waits for them.
+    const auto patience = serves_rendezvous(launch_) ? kSlice + kServersGrace : kAtOnce;
+    answer_of(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
+      store->set(kGivenUp, reason);
+      count_me(*store, kKnown, size);
+      store->wait({all_key(kKnown)}, patience);
       return std::string();
     });
-    if (serves()) {
-      outlast_others();
-    }
   } catch (const std::exception&) {
     // The others will find out by themselves.
   }
@@ -280,41 +238,33 @@ void Rendezvous::fail(const std::string& reason) const {
       " expected ",
       launch_.size,
       " ranks at ",
-      launch_.address,
-      ":",
-      launch_.port,
+      place_of(launch_),
       ": ",
       reason,
       "; see whether all of them were started and what they printed, rank 0 first, which serves the others"));
 }
 
-// They look once in a slice, and would only see that the store is gone.
-void Rendezvous::outlast_others() const {
-  const auto end = Clock::now() + kSlice + kServersGrace;
-  const auto known = [this] {
-    return answer_of(kServersGrace, [store = store_, size = launch_.size] {
-      return std::string(all_know(*store, size) ? "yes" : "no");
-    });
-  };
-  while (Clock::now() < end && known() == "no") {
-    std::this_thread::sleep_for(kPoll);
-  }
-}
-
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
-  const std::string round = c10::str("exchange/", exchanges_++);
+  const std::string round = key("exchange", exchanges_++);
   ask([store = store_, key = key(round, launch_.rank), mine] {
     store->set(key, mine);
     return std::string();
   });
-  wait_for(round);
+  meet({.key = round, .done = "said what the ranks exchange"});
   const auto all = std::make_shared<std::vector<std::string>>();
-  ask([store = store_, names = keys(round, launch_.size), all] { // one question, however many ranks there are
-    for (const auto& bytes : store->multiGet(names)) {
+  ask([store = store_, round, size = launch_.size, all] { // one question, however many ranks there are
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < size; ++rank) {
+      keys.push_back(key(round, rank));
+    }
+    for (const auto& bytes : store->multiGet(keys)) {
       all->emplace_back(bytes.begin(), bytes.end());
     }
     return std::string();
   });
+  if (all->size() != static_cast<size_t>(launch_.size)) {
+    fail(c10::str("the store has ", all->size(), " answers for ", launch_.size, " ranks"));
+  }
   return *all;
 }
 
@@ -323,16 +273,15 @@ StorePtr Rendezvous::store(const std::string& name) const {
 }
 
 void Rendezvous::leave(std::chrono::milliseconds limit) {
-  const auto talk =
-      [store = store_, mine = key("left", launch_.rank), all = keys("left", launch_.size), serves = serves(), limit] {
-        store->set(mine, "1");
-        if (serves) {
-          store->wait(all, limit);
-        }
-        return std::string();
-      };
+  const auto talk = [store = store_, size = launch_.size, waits = serves_rendezvous(launch_), limit] {
+    count_me(*store, kLeft, size);
+    if (waits) {
+      store->wait({all_key(kLeft)}, limit);
+    }
+    return true;
+  };
   try {
-    within_limit(limit + kServersGrace, talk);
+    within_limit<bool>(limit + kServersGrace, talk);
   } catch (const std::exception&) {
     // Whoever is still there finds the store gone and says so; leaving itself never fails.
   }

@@ -1,8 +1,8 @@
 #pragma once
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,11 +16,14 @@ class Store;
 
 namespace fsdp {
 
-/// The ranks of a job, met at a store. Not thread safe.
+/// The ranks of a job, met at a store. However many they are, each makes so many requests: in a round of an exchange,
+/// and in a second of waiting. Not thread safe.
 class Rendezvous {
  public:
   /// Returns once all ranks are there. A CommError names those that did not come within `timeout`.
   Rendezvous(const Launch& launch, std::chrono::milliseconds timeout);
+  /// At a store that is this rendezvous' alone.
+  Rendezvous(const Launch& launch, std::chrono::milliseconds timeout, c10::intrusive_ptr<c10d::Store> store);
   ~Rendezvous();
 
   /// Every rank's string, in rank order. Collective.
@@ -32,21 +35,25 @@ class Rendezvous {
   void leave(std::chrono::milliseconds limit);
 
  private:
-  bool serves() const;
+  /// Something that all ranks do.
+  struct Round {
+    std::string key;
+    std::string done; ///< for errors: "rank 1 has not ..."
+  };
+
   std::chrono::milliseconds limit() const;
-  void arrive();
-  /// Until every rank has set its key; an error names those that have not, or that have died.
-  void wait_for(const std::string& what);
-  bool all_have(const std::string& what, std::chrono::milliseconds within) const;
+  void be_seen();
+  /// Until every rank has come to the round; an error names those that have not, or one that has died.
+  void meet(const Round& round);
+  bool all_came(const Round& round, std::chrono::milliseconds within) const;
   /// What `talk` gets from the store, or an error.
   std::string ask(std::function<std::string()> talk) const;
   [[noreturn]] void fail(const std::string& reason) const;
-  /// Who serves the others gives up when they know why, or have had the time to hear it.
-  void outlast_others() const;
 
   Launch launch_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
+  int64_t witness_ = 0; // this process's number among those that can watch each other
   int exchanges_ = 0;
 };
 

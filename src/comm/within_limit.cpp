@@ -1,20 +1,55 @@
 #include "comm/within_limit.h"
 
-#include <future>
-#include <memory>
+#include <condition_variable>
+#include <cstdlib>
+#include <mutex>
 #include <thread>
-#include <utility>
+
+#include <unistd.h>
 
 namespace fsdp {
+namespace {
 
-std::optional<std::string> within_limit(std::chrono::milliseconds limit, std::function<std::string()> talk) {
-  const auto task = std::make_shared<std::packaged_task<std::string()>>(std::move(talk));
-  std::future<std::string> answer = task->get_future();
-  std::thread([task] { (*task)(); }).detach();
-  if (answer.wait_for(limit) != std::future_status::ready) {
-    return std::nullopt;
+constexpr std::chrono::milliseconds kPatienceAtExit{1000};
+
+/// The background threads that run. Never destroyed: they may end after everything else.
+struct Running {
+  std::mutex mutex;
+  std::condition_variable ended;
+  int count = 0;
+  pid_t process = getpid();
+};
+
+Running& running() {
+  static auto* const all = new Running();
+  return *all;
+}
+
+void let_them_end() {
+  if (running().process != getpid()) {
+    return; // a forked child has none of them, and maybe a lock that one of them held
   }
-  return answer.get();
+  std::unique_lock lock(running().mutex);
+  running().ended.wait_for(lock, kPatienceAtExit, [] { return running().count == 0; });
+}
+
+void count(int change) {
+  const std::scoped_lock lock(running().mutex);
+  running().count += change;
+  running().ended.notify_all();
+}
+
+} // namespace
+
+void in_background(std::function<void()> work) {
+  static const int registered = std::atexit(let_them_end);
+  static_cast<void>(registered);
+  count(+1);
+  std::thread([work = std::move(work)]() mutable {
+    work();
+    work = nullptr; // what it owns goes before it is counted as ended
+    count(-1);
+  }).detach();
 }
 
 } // namespace fsdp

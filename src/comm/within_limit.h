@@ -2,14 +2,35 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
+#include <memory>
 #include <optional>
-#include <string>
+#include <utility>
 
 namespace fsdp {
 
-/// Runs `talk` on a thread of its own and returns what it said, or throws what it threw; nothing if it does not come
-/// back within `limit`. For talk with a store: its server may have stopped, and then most calls wait for ever. The
-/// thread may outlive the caller, so `talk` owns what it uses.
-std::optional<std::string> within_limit(std::chrono::milliseconds limit, std::function<std::string()> talk);
+/// Runs `work` on a thread of its own, which may outlive the caller, so that `work` owns what it uses. At exit the
+/// process gives such threads a second to end: what they use of libraries goes then.
+void in_background(std::function<void()> work);
+
+/// A result that `work` makes in the background.
+template <typename T>
+std::future<T> made_in_background(std::function<T()> work) {
+  const auto task = std::make_shared<std::packaged_task<T()>>(std::move(work));
+  std::future<T> result = task->get_future();
+  in_background([task] { (*task)(); });
+  return result;
+}
+
+/// What `talk` returned or threw; nothing if it does not come back within `limit`. For talk with a store: its server
+/// may have stopped, and then most calls wait for ever.
+template <typename T>
+std::optional<T> within_limit(std::chrono::milliseconds limit, std::function<T()> talk) {
+  std::future<T> answer = made_in_background(std::move(talk));
+  if (answer.wait_for(limit) != std::future_status::ready) {
+    return std::nullopt;
+  }
+  return answer.get();
+}
 
 } // namespace fsdp

@@ -18,8 +18,8 @@ const World* current_world() {
   return thread_world ? thread_world : process_world().get();
 }
 
-void set_process_world(std::unique_ptr<World> world) {
-  process_world() = std::move(world);
+std::unique_ptr<World> exchange_process_world(std::unique_ptr<World> world) {
+  return std::exchange(process_world(), std::move(world));
 }
 
 ThreadWorld::ThreadWorld(World world) : world_(std::move(world)), outer_(thread_world) {

@@ -18,8 +18,8 @@ struct World {
 /// This thread's world inside `thread_group`, else the process's; null before `init` and after `shutdown`.
 const World* current_world();
 
-/// Sets the process's world; null takes it away. Not thread safe: `init` and `shutdown` call it.
-void set_process_world(std::unique_ptr<World> world);
+/// Sets the process's world, and gives back the one before. Not thread safe: `init` and `shutdown` call it.
+std::unique_ptr<World> exchange_process_world(std::unique_ptr<World> world);
 
 /// While it lives, the calling thread has a world of its own. Neither copied nor moved to another thread.
 class ThreadWorld {

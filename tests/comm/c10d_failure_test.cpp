@@ -115,5 +115,78 @@ TEST_F(C10dFailure, WhoIsMissingIsNamed) {
   });
 }
 
+/// Gloo groups cannot be made from here on.
+void lose_network() {
+  setenv("GLOO_SOCKET_IFNAME", "no-such-interface", /*overwrite=*/1);
+}
+
+TEST_F(C10dFailure, AGroupThatOneRankCannotMakeIsAnErrorOnAll) {
+  on_processes(3, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    if (launch.rank == 1) {
+      lose_network();
+    }
+    const std::string message =
+        error_message<CommError>([&] { gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(600)); });
+    const std::string mine = std::to_string(launch.rank);
+    EXPECT_TRUE(contains(message, "[init] rank " + mine + " of 3 could not make the gloo group")) << mine;
+    EXPECT_TRUE(launch.rank == 1 || contains(message, "rank 1 gave up")) << mine;
+    rendezvous.leave(seconds(20));
+  });
+}
+
+TEST_F(C10dFailure, ARankThatDiesWhileTheGroupIsMadeIsAnErrorOnAll) {
+  const auto body = [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    if (launch.rank == 1) {
+      std::raise(SIGKILL);
+    }
+    const std::string message = error_message<CommError>(
+        [&] { gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000)); });
+    EXPECT_TRUE(contains(message, "could not make the gloo group"));
+    rendezvous.leave(seconds(2));
+  };
+  on_processes(3, body, {.timeout = seconds(60), .lost = {1}});
+}
+
+// Ranks of the other part too, which have theirs.
+TEST_F(C10dFailure, APartThatOneRankCannotMakeIsAnErrorOnAll) {
+  on_processes(4, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(600));
+    if (launch.rank == 1) {
+      lose_network();
+    }
+    const bool is_hit = launch.rank % 2 == 1;
+    const std::string message = error_message<CommError>([&] {
+      group->split(launch.rank % 2, {"make mesh", "dim 1"});
+      group->barrier({"barrier", ""});
+    });
+    EXPECT_TRUE(contains(message, is_hit ? "[make mesh]" : "[barrier]"));
+    EXPECT_TRUE(!is_hit || contains(message, "could not make the gloo group for 'dim 1'"));
+    EXPECT_TRUE(launch.rank == 1 || contains(message, "gave up")) << launch.rank;
+    EXPECT_THROW(group->barrier({"barrier", ""}), CommError);
+    rendezvous.leave(seconds(20));
+  });
+}
+
+TEST_F(C10dFailure, AStoreThatStopsInASplitHangsNobody) {
+  const auto body = [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000));
+    group->barrier({"barrier", ""});
+    if (launch.rank == 0) {
+      raise(SIGSTOP);
+    }
+    error_message<CommError>([&] { group->split(0, {"make mesh", ""}); });
+    rendezvous.leave(seconds(2));
+  };
+  on_processes(3, body, {.timeout = seconds(60), .lost = {0}});
+}
+
 } // namespace
 } // namespace fsdp::testing

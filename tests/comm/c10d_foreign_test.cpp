@@ -111,6 +111,35 @@ TEST(C10dForeign, AGroupThatCanSplitIsSplit) {
       &as_it_is);
 }
 
+/// Throws what backends throw, and not when it is waited for but at once.
+class ThrowsAtOnce final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    if (getRank() == 1) {
+      throw std::runtime_error("the card is gone");
+    }
+    return Gloo::_allgather_base(output, input, options);
+  }
+};
+
+TEST(C10dForeign, WhatTheOrderCheckThrowsIsAnErrorOfTheGroupsOnAllRanks) {
+  on_processes(3, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto make = [](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
+      return make_gloo<ThrowsAtOnce>(store, own);
+    };
+    const auto group = Group::from(make_process_group(rendezvous, launch, make));
+    set_check_order(*group, true);
+    const auto message = error_message<CommError>([&] { group->barrier(kTest); });
+    EXPECT_TRUE(contains(message, "[test] rank " + std::to_string(launch.rank) + " of 3"));
+    EXPECT_TRUE(contains(message, "the card is gone")) << launch.rank;
+    EXPECT_THROW(group->barrier(kTest), CommError);
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 /// As Gloo's own split now and then: it never comes back.
 class HangsInSplit final : public Gloo {
  public:

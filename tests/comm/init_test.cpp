@@ -1,9 +1,12 @@
 #include <fsdp/init.h>
 
 #include <chrono>
+#include <csignal>
 #include <thread>
 
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <ATen/ATen.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -158,6 +161,73 @@ TEST(Init, BeforeItEverythingSaysCallInit) {
     EXPECT_FALSE(is_initialized());
     shutdown(); // nothing to leave
   });
+}
+
+/// A forked child that does nothing but end.
+void expect_child_ends() {
+  const pid_t child = fork();
+  if (child == 0) {
+    std::exit(0); // and destroys what is static
+  }
+  const auto give_up = std::chrono::steady_clock::now() + seconds(30);
+  int status = -1;
+  while (waitpid(child, &status, WNOHANG) == 0 && std::chrono::steady_clock::now() < give_up) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+  if (status == -1) {
+    kill(child, SIGKILL);
+    waitpid(child, &status, 0);
+  }
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "status " << status;
+}
+
+// Also if programs keep groups in variables that are destroyed at exit.
+TEST(Init, AForkedChildOfARankEnds) {
+  for (const std::string backend : {"shm", "gloo"}) {
+    on_processes(2, [&] {
+      if (backend == "gloo" && !gloo_available()) {
+        return;
+      }
+      init({.backend = backend});
+      static std::shared_ptr<Group> kept, part;
+      static std::shared_ptr<Home> home;
+      kept = world();
+      part = kept->split(0, {"test", ""});
+      home = part->make_home({{4, 2, at::kFloat, at::kFloat}}, {}, {"test", ""});
+      expect_child_ends();
+      expect_world_of(2, backend);
+      home.reset();
+      part.reset();
+      kept.reset();
+      shutdown();
+      init({.backend = backend});
+      expect_child_ends();
+      expect_world_of(2, backend);
+    });
+  }
+}
+
+TEST(Init, AnEndlessTimeoutIsALongOne) {
+  for (const std::string backend : {"shm", "gloo"}) {
+    on_processes(2, [&] {
+      if (backend == "gloo" && !gloo_available()) {
+        return;
+      }
+      init({.backend = backend, .timeout = std::chrono::milliseconds::max()});
+      EXPECT_EQ(world()->split(0, {"test", ""})->size(), 2);
+      expect_world_of(2, backend);
+    });
+  }
+}
+
+TEST(Init, GlooTakesSeveralInterfaces) {
+  const auto body = [] {
+    if (gloo_available()) {
+      init({.backend = "gloo"});
+      expect_world_of(2, "gloo");
+    }
+  };
+  on_processes(2, body, {.environment = {{"GLOO_SOCKET_IFNAME", "lo,lo"}}});
 }
 
 TEST(Init, ASecondCallDoesNothing) {

@@ -62,6 +62,20 @@ TEST(Launcher, ReadsTorchrunsAgentStore) {
   EXPECT_EQ(launch.attempt, 2);
 }
 
+TEST(Launcher, JobsHaveNamesOfTheirOwn) {
+  EXPECT_EQ(launch_with(kTorchrun).job, "");
+  EXPECT_EQ(launch_with(torchrun_with({{"TORCHELASTIC_RUN_ID", "run 7"}})).job, "run 7");
+  EXPECT_EQ(launch_with(torchrun_with({{"TORCHELASTIC_RUN_ID", "run 7"}, {"FSDP_JOB_ID", "mine"}})).job, "mine");
+  EXPECT_EQ(launch_with(torchrun_with({{"SLURM_JOB_ID", "77"}})).job, "") << "ranks by hand may be of several";
+}
+
+TEST(Launcher, RanksOfOneParentAreAJob) {
+  const Variables variables{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}};
+  const std::string job = launch_with(variables).job;
+  EXPECT_FALSE(job.empty());
+  EXPECT_EQ(launch_with(variables).job, job);
+}
+
 TEST(Launcher, AWorldOfOneNeedsNoAddress) {
   const Launch launch = launch_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}});
   EXPECT_EQ(launch.size, 1);
@@ -99,12 +113,8 @@ TEST(Launcher, ReadsMpirunOnOneHost) {
   EXPECT_EQ(launch.rank, 1);
   EXPECT_EQ(launch.local_rank, 1);
   EXPECT_EQ(launch.address, "127.0.0.1");
-  EXPECT_GE(launch.port, 20000);
-  EXPECT_LT(launch.port, 30000);
-  EXPECT_EQ(launch_with(variables).port, launch.port); // all ranks derive the same
-  Variables other_job = variables;
-  other_job["PMIX_NAMESPACE"] = "prte-1235@1";
-  EXPECT_NE(launch_with(other_job).port, launch.port);
+  EXPECT_EQ(launch.port, 0) << "one that cannot be foretold";
+  EXPECT_EQ(launch.job, "prte-1234@1");
   EXPECT_FALSE(launch.agent_store);
 }
 
@@ -117,7 +127,12 @@ TEST(Launcher, MpirunOnSeveralHostsNeedsAnAddress) {
   variables["MASTER_ADDR"] = "node7";
   EXPECT_TRUE(contains(error_with(variables), "MASTER_PORT"));
   variables["PMIX_NAMESPACE"] = "prte-1234@1";
-  EXPECT_GT(launch_with(variables).port, 0);
+  const auto port = launch_with(variables).port;
+  EXPECT_GE(port, 20000);
+  EXPECT_LT(port, 30000);
+  EXPECT_EQ(launch_with(variables).port, port); // all ranks derive the same
+  variables["PMIX_NAMESPACE"] = "prte-1235@1";
+  EXPECT_NE(launch_with(variables).port, port);
   variables["MASTER_PORT"] = "1234";
   EXPECT_EQ(launch_with(variables).address, "node7");
   EXPECT_EQ(launch_with(variables).port, 1234);
@@ -147,6 +162,7 @@ TEST(Launcher, ReadsSrun) {
   EXPECT_EQ(launch.size, 8);
   EXPECT_EQ(launch.local_rank, 1);
   EXPECT_EQ(launch.address, "gpu03");
+  EXPECT_EQ(launch.job, "77.0");
 }
 
 TEST(Launcher, SrunOnOneHostNeedsNoNames) {

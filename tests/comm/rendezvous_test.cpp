@@ -1,12 +1,22 @@
 #include "comm/rendezvous.h"
 
+#include <array>
 #include <chrono>
 #include <csignal>
+#include <fstream>
+#include <map>
+#include <sstream>
 #include <thread>
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "comm/port_file.h"
 #include "support/error_message.h"
 #include "support/file_exchange.h"
 #include "support/ranks.h"
@@ -82,6 +92,141 @@ c10::intrusive_ptr<c10d::TCPStore> open_store(uint16_t port, bool serve) {
   options.isServer = serve;
   options.waitWorkers = false;
   return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
+/// A port that accepts connections, and where nobody says anything.
+class MutePort {
+ public:
+  MutePort() : socket_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof(address);
+    bind(socket_, reinterpret_cast<sockaddr*>(&address), length);
+    listen(socket_, 10);
+    getsockname(socket_, reinterpret_cast<sockaddr*>(&address), &length);
+    port = ntohs(address.sin_port);
+  }
+  ~MutePort() {
+    close(socket_);
+  }
+
+  uint16_t port = 0;
+
+ private:
+  int socket_;
+};
+
+TEST(Rendezvous, AMutePortIsAnError) {
+  on_processes(1, [] {
+    const MutePort mute;
+    Launch launch = launch_of(1, 2);
+    launch.port = mute.port;
+    const std::string message = error_message<CommError>([&] { Rendezvous(launch, milliseconds(1500)); });
+    EXPECT_TRUE(contains(message, "[init] rank 1 expected to reach the rendezvous at 127.0.0.1:"));
+    EXPECT_TRUE(contains(message, "accepts connections, but does not answer"));
+    EXPECT_TRUE(contains(message, "see whether rank 0 runs"));
+  });
+}
+
+TEST(Rendezvous, ARankThatStopsWhileItServesIsAnError) {
+  const auto body = [] {
+    if (process_rank() == 0) {
+      const auto store = open_store(launch_of(0, 2).port, /*serve=*/true);
+      FileExchange(process_folder(), 0, 2)("");
+      std::raise(SIGSTOP);
+      return;
+    }
+    FileExchange(process_folder(), 1, 2)("");
+    const std::string message = error_message<CommError>([&] { Rendezvous(launch_of(1, 2), milliseconds(2000)); });
+    EXPECT_TRUE(contains(message, "does not answer")) << message;
+  };
+  on_processes(2, body, {.timeout = seconds(60), .lost = {0}});
+}
+
+/// Of those who listen at the port, the addresses in hexadecimal digits.
+std::vector<std::string> listeners(uint16_t port) {
+  std::vector<std::string> addresses;
+  for (const char* path : {"/proc/net/tcp", "/proc/net/tcp6"}) {
+    std::ifstream file(path);
+    std::string line;
+    std::getline(file, line);
+    while (std::getline(file, line)) {
+      std::istringstream fields(line);
+      std::string number, local, remote, state;
+      fields >> number >> local >> remote >> state;
+      const size_t colon = local.find(':');
+      if (state == "0A" && std::stoi(local.substr(colon + 1), nullptr, 16) == port) {
+        addresses.push_back(local.substr(0, colon));
+      }
+    }
+  }
+  return addresses;
+}
+
+TEST(Rendezvous, OfTheLoopbackListensThereOnly) {
+  const std::map<std::string, std::string> loopbacks{
+      {"127.0.0.1", "0100007F"},
+      {"localhost", "0100007F"},
+      {"127.0.0.5", "0500007F"},
+      {"::1", "00000000000000000000000001000000"}};
+  for (const auto& [address, digits] : loopbacks) {
+    on_processes(2, [&] {
+      Launch launch = launch_of(process_rank(), 2);
+      launch.address = address;
+      Rendezvous rendezvous(launch, seconds(30));
+      EXPECT_EQ(listeners(launch.port), std::vector{digits}) << address;
+      EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+      rendezvous.leave(seconds(10));
+    });
+  }
+}
+
+TEST(Rendezvous, OfAHostsNameListensEverywhere) {
+  on_processes(2, [&] {
+    Launch launch = launch_of(process_rank(), 2);
+    std::array<char, 256> name{};
+    gethostname(name.data(), name.size() - 1);
+    launch.address = name.data();
+    Rendezvous rendezvous(launch, seconds(30));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+    rendezvous.leave(seconds(10));
+  });
+}
+
+TEST(Rendezvous, AnotherJobsIsAnError) {
+  on_processes(3, [] {
+    Launch launch = launch_of(process_rank(), 2);
+    launch.job = "a";
+    if (process_rank() == 2) { // which came to the wrong port
+      launch.rank = 1;
+      launch.job = "b";
+      const std::string message = error_message([&] { Rendezvous(launch, seconds(60)); });
+      EXPECT_TRUE(contains(message, "rank 1 of job 'b'"));
+      EXPECT_TRUE(contains(message, "rank 0 of job 'a' serves there"));
+      FileExchange(process_folder(), 2, 3)("");
+      return;
+    }
+    Rendezvous rendezvous(launch, seconds(60));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+    FileExchange(process_folder(), process_rank(), 3)("");
+    rendezvous.leave(seconds(10));
+  });
+}
+
+TEST(Rendezvous, RanksOfOneHostFindThePortThatRankZeroWasGiven) {
+  on_processes(3, [] {
+    Launch launch = launch_of(process_rank(), 3);
+    launch.port = 0;
+    launch.job = process_folder().string();
+    Rendezvous rendezvous(launch, seconds(60));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 3);
+    EXPECT_EQ(rendezvous.exchange("y").size(), 3);
+    if (process_rank() == 0) {
+      EXPECT_FALSE(published_port(launch.job)) << "of no use any more";
+    }
+    rendezvous.leave(seconds(10));
+  });
 }
 
 // Both processes say that they are rank 0, at a store that the first of them serves as a launcher's agent would.

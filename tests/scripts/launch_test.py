@@ -4,6 +4,7 @@ import os
 import pathlib
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 import unittest
@@ -63,6 +64,18 @@ class Launch(unittest.TestCase):
         status, out, _ = self.run_to_end(3, f"echo {variables}")
         self.assertEqual(status, 0)
         self.assertEqual(sorted(out.splitlines()), [f"{rank} {rank} 3 3 127.0.0.1 port" for rank in range(3)])
+
+    def test_a_job_has_a_name_of_its_own(self):
+        jobs = [set(self.run_to_end(3, "echo $FSDP_JOB_ID")[1].split()) for _ in range(2)]
+        self.assertEqual([len(job) for job in jobs], [1, 1])
+        self.assertNotEqual(*jobs)
+
+    def test_nobody_else_is_given_the_port_but_rank_0_can_listen_there(self):
+        listen = ("import os, socket; socket.create_server(('127.0.0.1', int(os.environ['MASTER_PORT'])))", "ok")
+        take = ("import os, socket; socket.socket().bind(('127.0.0.1', int(os.environ['MASTER_PORT'])))", "taken")
+        for program, expected in (listen, take):
+            _, out, _ = self.run_to_end(1, f'{sys.executable} -c "{program}" 2>&1 && echo ok || echo taken')
+            self.assertEqual(out.split()[-1], expected)
 
     def test_cores_are_shared_out_unless_the_user_says_otherwise(self):
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}

@@ -8,12 +8,13 @@
 
 namespace fsdp::testing {
 
-/// The message of the fsdp::Error that `action` throws; a failure of the test if it throws none.
-template <typename Action>
+/// The message of the fsdp::Error, or of that kind of it, that `action` throws; a failure of the test if it throws
+/// none.
+template <typename Expected = Error, typename Action>
 std::string error_message(const Action& action) {
   try {
     action();
-  } catch (const Error& error) {
+  } catch (const Expected& error) {
     return error.what();
   }
   ADD_FAILURE() << "expected an fsdp::Error";

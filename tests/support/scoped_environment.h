@@ -20,6 +20,8 @@ class ScopedEnvironment {
           "MASTER_PORT",
           "TORCHELASTIC_USE_AGENT_STORE",
           "TORCHELASTIC_RESTART_COUNT",
+          "TORCHELASTIC_RUN_ID",
+          "FSDP_JOB_ID",
           "OMPI_COMM_WORLD_RANK",
           "OMPI_COMM_WORLD_SIZE",
           "OMPI_COMM_WORLD_LOCAL_RANK",

@@ -16,8 +16,11 @@
 #include "comm/arguments.h"
 #include "comm/c10d/all_reduce.h"
 #include "comm/c10d/gloo.h"
+#include "comm/c10d/join_group.h"
 #include "comm/c10d/private_home.h"
 #include "comm/c10d/reduce_scatter.h"
+#include "comm/timeout.h"
+#include "comm/within_limit.h"
 
 namespace fsdp {
 namespace {
@@ -63,9 +66,11 @@ std::vector<int> ranks_of_color(const std::vector<std::string>& wishes, int colo
 
 /// No split of the process group has had it, nor one through a `Group` that is gone: what those left in the store stays
 /// there, and a rank that read it would look for its peers at addresses of the past.
-int64_t new_split_number(const c10d::ProcessGroup& process_group) {
+int64_t new_split_number(const c10d::ProcessGroup& process_group, std::chrono::milliseconds timeout) {
   const auto store = process_group.getStore();
-  return store ? store->add("libfsdp/splits", 1) : 0;
+  const auto number = within_limit<int64_t>(timeout, [store] { return store ? store->add("libfsdp/splits", 1) : 0; });
+  TORCH_CHECK(number, "the store of the rendezvous does not answer");
+  return *number;
 }
 
 /// Memory of the backend for the buffer's device; LibTorch's where that backend has none or is not to be found.
@@ -86,7 +91,7 @@ adapter::BufferPool::Allocate backend_memory(const ProcessGroupPtr& process_grou
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   try {
     if (const auto options = group.getDefaultBackend()->getBackendOptions()) {
-      return options->timeout;
+      return bounded(options->timeout);
     }
   } catch (const c10::Error&) { // the backend does not say
   }
@@ -184,22 +189,26 @@ std::vector<std::string> C10dGroup::exchange(const std::string& bytes, const Lab
     channel_->run(label, "exchange", device, mine.nbytes(), [&](Collectives& c) { return c.all_gather(all, mine); });
     return all.cpu();
   };
-  const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));
-  const int64_t longest = sizes.max().item<int64_t>();
-  std::vector<std::string> result(size());
-  if (longest == 0) {
+  return channel_->guarded(label, "exchange", [&] {
+    const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));
+    const int64_t longest = sizes.max().item<int64_t>();
+    TORCH_CHECK(sizes.min().item<int64_t>() >= 0, "a rank announced a negative number of bytes");
+    std::vector<std::string> result(size());
+    if (longest == 0) {
+      return result;
+    }
+    const at::Tensor all = gather(bytes_tensor(bytes, longest, device));
+    const char* from = static_cast<const char*>(all.const_data_ptr());
+    for (int rank = 0; rank < size(); ++rank) {
+      result[rank].assign(from + rank * longest, sizes[rank].item<int64_t>());
+    }
     return result;
-  }
-  const at::Tensor all = gather(bytes_tensor(bytes, longest, device));
-  const char* from = static_cast<const char*>(all.const_data_ptr());
-  for (int rank = 0; rank < size(); ++rank) {
-    result[rank].assign(from + rank * longest, sizes[rank].item<int64_t>());
-  }
-  return result;
+  });
 }
 
 std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
-  const Wish mine{.color = color, .number = rank() == 0 ? new_split_number(*channel_->process_group()) : 0};
+  const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
+  const Wish mine{.color = color, .number = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0};
   const auto wishes = exchange(mine.str(), label);
   const auto members = ranks_of_color(wishes, color);
   if (members.size() == 1) {
@@ -213,24 +222,37 @@ ProcessGroupPtr C10dGroup::split_process_group(
     const std::vector<int>& members, const std::string& part, const Label& label) {
   const auto& parent = channel_->process_group();
   if (options_.make_process_group) {
-    const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
-    const auto store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, parent->getStore());
-    return options_.make_process_group(store, static_cast<int>(index), static_cast<int>(members.size()));
+    return make_part(members, part, label);
   }
-  try {
-    // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
-    FSDP_CHECK(parent->getDefaultBackend()->supportsSplitting(), "its backend does not support splitting");
+  // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
+  FSDP_CHECK(
+      channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
+      "[",
+      label.operation,
+      "] expected a process group that can be split, but the ",
+      name(),
+      " group cannot: its backend does not support splitting; make one process group per mesh dimension and use "
+      "Mesh::from_groups");
+  return channel_->guarded(label, "split", [&] {
     return parent->splitGroup(
         members, options_.timeout, std::nullopt, c10::str("libfsdp/", parent->getGroupName(), "/", part), std::nullopt);
-  } catch (const std::exception& error) {
-    fail(
-        "[",
-        label.operation,
-        "] expected a process group that can be split, but the ",
-        name(),
-        " group cannot: ",
-        adapter::message_of(error),
-        "; make one process group per mesh dimension and use Mesh::from_groups");
+  });
+}
+
+ProcessGroupPtr C10dGroup::make_part(const std::vector<int>& members, const std::string& part, const Label& label) {
+  const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
+  try {
+    return join_group(
+        options_.make_process_group,
+        {.store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, channel_->process_group()->getStore()),
+         .rank = static_cast<int>(index),
+         .size = static_cast<int>(members.size()),
+         .timeout = channel_->timeout(),
+         .backend = name(),
+         .label = label});
+  } catch (const CommError& error) {
+    channel_->abort(error.what()); // the ranks that are not of the part have to know too
+    throw;
   }
 }
 

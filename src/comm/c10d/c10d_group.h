@@ -40,6 +40,8 @@ class C10dGroup final : public Group {
   /// `part`: a name for it within this process group.
   ProcessGroupPtr split_process_group(const std::vector<int>& members, const std::string& part, const Label& label);
 
+  ProcessGroupPtr make_part(const std::vector<int>& members, const std::string& part, const Label& label);
+
   std::shared_ptr<adapter::Channel> channel_;
   C10dOptions options_;
 };

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "base/check.h"
@@ -12,6 +11,7 @@
 #include "base/log.h"
 #include "base/tracing.h"
 #include "comm/c10d/order_check.h"
+#include "comm/timeout.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -41,20 +41,20 @@ c10::Device find_control_device(const c10d::ProcessGroup& group) {
   return serves(group, c10::kCPU) ? c10::Device(c10::kCPU) : with_index(group.getDeviceTypes().front());
 }
 
-c10::intrusive_ptr<c10d::Store> board_store(const c10d::ProcessGroup& group) {
-  const auto store = group.getStore();
-  if (!store) {
-    return store;
-  }
-  return c10::make_intrusive<c10d::PrefixStore>("libfsdp", store);
-}
-
 bool ended_well(c10d::Work& work) {
   try {
     work.wait(milliseconds(1)); // it has ended: returns or throws at once
     return true;
   } catch (const std::exception&) {
     return false;
+  }
+}
+
+bool has_ended(c10d::Work& work) {
+  try {
+    return work.isCompleted();
+  } catch (const std::exception&) {
+    return true; // badly, as who waits for it is told
   }
 }
 
@@ -86,7 +86,7 @@ Pending::Pending(std::shared_ptr<Channel> channel, CollectiveId id, c10::Device 
     : channel_(std::move(channel)), id_(std::move(id)), device_(device), works_(std::move(works)) {}
 
 bool Pending::done() const {
-  return !channel_ || std::all_of(works_.begin(), works_.end(), [](const auto& work) { return work->isCompleted(); });
+  return !channel_ || std::all_of(works_.begin(), works_.end(), [](const auto& work) { return has_ended(*work); });
 }
 
 void Pending::finish() {
@@ -114,20 +114,20 @@ void Pending::wait_for_works(Channel& channel) {
 
 Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options)
     : process_group_(std::move(process_group)),
-      rank_(process_group_->getRank()),
-      size_(process_group_->getSize()),
-      name_(backend_name(*process_group_)),
-      timeout_(options.timeout),
-      control_device_(find_control_device(*process_group_)),
-      collectives_(process_group_, timeout_),
-      board_(board_store(*process_group_), rank_, size_),
+      rank_((*process_group_)->getRank()),
+      size_((*process_group_)->getSize()),
+      name_(backend_name(**process_group_)),
+      timeout_(bounded(options.timeout)),
+      control_device_(find_control_device(**process_group_)),
+      collectives_(*process_group_, timeout_),
+      board_(board_store((*process_group_)->getStore()), rank_, size_),
       check_order_(options.check_order) {}
 
 Channel::~Channel() = default;
 
 void Channel::require_device(c10::Device device, const Label& label) const {
   FSDP_CHECK(
-      serves(*process_group_, device.type()),
+      serves(**process_group_, device.type()),
       "[",
       label.operation,
       "] expected a process group that serves ",
@@ -135,7 +135,7 @@ void Channel::require_device(c10::Device device, const Label& label) const {
       ", but the ",
       name_,
       " group of this mesh serves ",
-      join(process_group_->getDeviceTypes()),
+      join((*process_group_)->getDeviceTypes()),
       "; make the mesh from a group for that device, or keep the model on one of these");
 }
 
@@ -143,14 +143,10 @@ Pending Channel::start(
     const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start) {
   const CollectiveId id{label, collective, started_++};
   throw_if_failed(id);
-  check_order(id, bytes);
-  try {
+  return guarded(id, [&]() -> Pending {
+    check_order(id, bytes);
     return {shared_from_this(), id, device, start(collectives_)};
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    fail_and_ask(id, message_of(error));
-  }
+  });
 }
 
 void Channel::run(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start) {
@@ -185,11 +181,7 @@ void Channel::wait(c10d::Work& work, const CollectiveId& id, c10::Device device)
     wait_on_host(work, id);
     return;
   }
-  try {
-    work.wait(); // only the stream waits; the backend's own watchdog keeps the time
-  } catch (const std::exception& error) {
-    fail_and_ask(id, message_of(error));
-  }
+  guarded(id, [&] { work.wait(); }); // only the stream waits; the backend's own watchdog keeps the time
 }
 
 void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
@@ -202,7 +194,7 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
     const auto slice = std::max(milliseconds(1), std::min(left, longest));
     try {
       work.wait(slice);
-      board_.stop_listening();
+      board_->stop_listening();
       return;
     } catch (const std::exception& error) {
       // c10d throws for the end of a slice as for a failure; a failure ends the work, or comes before the slice is
@@ -210,20 +202,20 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
       const bool slice_is_over = Clock::now() >= begin + slice;
       const bool ended = work.isCompleted();
       if (ended && ended_well(work)) {
-        board_.stop_listening();
+        board_->stop_listening();
         return;
       }
       if (ended || !slice_is_over) {
         fail_and_ask(id, message_of(error));
       }
     }
-    if (const auto reason = board_.heard()) {
+    if (const auto reason = board_->heard()) {
       fail(id, *reason);
     }
     if (Clock::now() >= deadline) {
       fail_and_ask(id, c10::str("it took longer than ", timeout_.count() / 1000.0, " s"));
     }
-    board_.wait_at({id.number, name_of(id)});
+    board_->wait_at({id.number, name_of(id)});
   }
 }
 
@@ -250,7 +242,7 @@ void Channel::throw_if_failed(const CollectiveId& id) const {
 }
 
 void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
-  const std::string others = board_.ask({id.number, name_of(id)});
+  const std::string others = board_->ask({id.number, name_of(id)});
   fail(id, others.empty() ? reason : c10::str(reason, "; ", others));
 }
 
@@ -266,10 +258,10 @@ void Channel::abort(const std::string& reason) {
     return;
   }
   failure_ = reason;
-  board_.announce(reason);
-  board_.stop_listening();
+  board_->announce(reason);
+  board_->stop_listening();
   try {
-    process_group_->abort();
+    (*process_group_)->abort();
   } catch (const std::exception& error) {
     log::debug("the ", name_, " backend could not be aborted: ", message_of(error));
   }

@@ -2,16 +2,20 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 
+#include <fsdp/error.h>
 #include <fsdp/group.h>
 
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/collectives.h"
 #include "comm/c10d/notice_board.h"
+#include "comm/of_this_process.h"
 
 namespace fsdp::adapter {
 
@@ -69,7 +73,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return name_;
   }
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
-    return process_group_;
+    return *process_group_;
   }
   std::chrono::milliseconds timeout() const {
     return timeout_;
@@ -94,12 +98,29 @@ class Channel : public std::enable_shared_from_this<Channel> {
   Pending start(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
   void run(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
 
+  /// What `work` returns. What it throws is an error of the group's, which the other ranks hear of, unless it is an
+  /// `Error` already.
+  template <typename Function>
+  auto guarded(const Label& label, const char* collective, Function&& work) -> decltype(work()) {
+    return guarded(CollectiveId{label, collective, started_}, std::forward<Function>(work));
+  }
+
   /// Marks the channel failed and tells the other ranks.
   void abort(const std::string& reason);
 
  private:
   friend class Pending;
 
+  template <typename Function>
+  auto guarded(const CollectiveId& id, Function&& work) -> decltype(work()) {
+    try {
+      return work();
+    } catch (const Error&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail_and_ask(id, message_of(error));
+    }
+  }
   void throw_if_failed(const CollectiveId& id) const;
   bool checks(const CollectiveId& id) const;
   void check_order(const CollectiveId& id, int64_t bytes);
@@ -109,7 +130,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   [[noreturn]] void fail_and_ask(const CollectiveId& id, const std::string& reason);
   std::string describe(const CollectiveId& id) const;
 
-  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
+  OfThisProcess<c10::intrusive_ptr<c10d::ProcessGroup>> process_group_;
   int rank_;
   int size_;
   std::string name_;
@@ -117,7 +138,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   c10::Device control_device_;
   Collectives collectives_;
   BufferPool pool_;
-  NoticeBoard board_;
+  OfThisProcess<NoticeBoard> board_;
   std::optional<bool> check_order_;
   int64_t started_ = 0; // collectives so far
   std::string failure_; // empty while all is well

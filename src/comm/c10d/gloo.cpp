@@ -4,27 +4,42 @@
 #define USE_C10D_GLOO
 #endif
 
+#include <memory>
+#include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/env.h"
+#include "comm/c10d/join_group.h"
 
 namespace fsdp {
 namespace {
 
 using Gloo = c10d::ProcessGroupGloo;
 
-/// GLOO_SOCKET_IFNAME names the network interface, as in PyTorch; otherwise the one of the host's name.
-std::shared_ptr<gloo::transport::Device> network_device() {
-  const auto interface = env::string("GLOO_SOCKET_IFNAME");
-  return interface ? Gloo::createDeviceForInterface(*interface) : Gloo::createDefaultDevice();
+using Devices = std::vector<std::shared_ptr<gloo::transport::Device>>;
+
+/// GLOO_SOCKET_IFNAME names the network interfaces, separated by commas, as in PyTorch; otherwise it is the one of the
+/// host's name.
+Devices network_devices() {
+  std::istringstream names(env::string("GLOO_SOCKET_IFNAME").value_or(""));
+  Devices devices;
+  for (std::string name; std::getline(names, name, ',');) {
+    if (!name.empty()) {
+      devices.push_back(Gloo::createDeviceForInterface(name));
+    }
+  }
+  return devices.empty() ? Devices{Gloo::createDefaultDevice()} : devices;
 }
 
 ProcessGroupPtr make_gloo(StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
   const auto options = Gloo::Options::create(timeout);
-  options->devices.push_back(network_device());
+  options->devices = network_devices();
+  options->threads = static_cast<int>(2 * options->devices.size());
   ignore_broken_pipes();
   const auto backend = c10::make_intrusive<Gloo>(store, rank, size, options);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
@@ -45,7 +60,14 @@ MakeProcessGroup gloo_process_groups(std::chrono::milliseconds timeout) {
 
 std::shared_ptr<Group> gloo_group(StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
   const MakeProcessGroup make = gloo_process_groups(timeout);
-  return c10d_group(make(std::move(store), rank, size), {.timeout = timeout, .make_process_group = make});
+  const Joining joining{
+      .store = std::move(store),
+      .rank = rank,
+      .size = size,
+      .timeout = timeout,
+      .backend = "gloo",
+      .label = {"init", ""}};
+  return c10d_group(join_group(make, joining), {.timeout = timeout, .make_process_group = make});
 }
 
 } // namespace fsdp

@@ -6,8 +6,11 @@
 
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+
+#include "comm/c10d/join_group.h"
 
 namespace fsdp {
 namespace {
@@ -15,6 +18,7 @@ namespace {
 using Nccl = c10d::ProcessGroupNCCL;
 
 ProcessGroupPtr make_nccl(StorePtr store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout) {
+  const c10::DeviceGuard guard(device); // made on a thread of its own
   const auto options = Nccl::Options::create();
   options->timeout = timeout;
   const auto backend = c10::make_intrusive<Nccl>(store, rank, size, options);
@@ -36,7 +40,14 @@ std::shared_ptr<Group> nccl_group(
   const MakeProcessGroup make = [device, timeout](StorePtr own_store, int own_rank, int count) {
     return make_nccl(std::move(own_store), own_rank, count, device, timeout);
   };
-  return c10d_group(make(std::move(store), rank, size), {.timeout = timeout, .make_process_group = make});
+  const Joining joining{
+      .store = std::move(store),
+      .rank = rank,
+      .size = size,
+      .timeout = timeout,
+      .backend = "nccl",
+      .label = {"init", ""}};
+  return c10d_group(join_group(make, joining), {.timeout = timeout, .make_process_group = make});
 }
 
 } // namespace fsdp

@@ -5,12 +5,11 @@
 #include <exception>
 #include <functional>
 #include <mutex>
-#include <thread>
 #include <utility>
 #include <vector>
 
 #include <c10/util/StringUtil.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "base/format.h"
 #include "comm/within_limit.h"
@@ -23,8 +22,9 @@ using Place = NoticeBoard::Place;
 
 constexpr auto kPoll = std::chrono::milliseconds(200);
 constexpr auto kAnswerLimit = std::chrono::seconds(1);
-const std::string kAborted = "aborted";
-const std::string kNoStore =
+// Plain, as background threads may read them at exit.
+constexpr const char* kAborted = "aborted";
+constexpr const char* kNoStore =
     "the process that serves the rendezvous store (rank 0, or torchrun's agent) has died or cannot be reached";
 
 /// A flag that one thread raises and another waits for.
@@ -54,7 +54,7 @@ std::string place_key(int rank) {
 /// What `talk` says within the limit.
 std::string hear_out(std::function<std::string()> talk) {
   try {
-    return within_limit(kAnswerLimit, std::move(talk)).value_or("");
+    return within_limit<std::string>(kAnswerLimit, std::move(talk)).value_or("");
   } catch (const std::exception&) {
     return kNoStore;
   }
@@ -65,7 +65,8 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
   const std::string key = place_key(rank);
   const std::string text = store.check({key}) ? store.get_to_str(key) : "";
   const size_t space = text.find(' ');
-  const int64_t number = space == std::string::npos ? -1 : std::stoll(text.substr(0, space));
+  const int64_t number =
+      space == std::string::npos ? NoticeBoard::joining().number - 1 : std::stoll(text.substr(0, space));
   const std::string name = space == std::string::npos ? "" : text.substr(space + 1);
   if (number < place.number) {
     return c10::str("rank ", rank, " has not come to it");
@@ -123,12 +124,10 @@ void NoticeBoard::wait_at(const Place& place) {
     return;
   }
   listener_ = std::make_shared<Listener>();
-  std::thread([listener = listener_,
-               store = store_,
-               key = place_key(rank_),
-               text = c10::str(place.number, " ", place.name)] {
-    listener->run(store, key, text);
-  }).detach();
+  in_background(
+      [listener = listener_, store = store_, key = place_key(rank_), text = c10::str(place.number, " ", place.name)] {
+        listener->run(store, key, text);
+      });
 }
 
 std::optional<std::string> NoticeBoard::heard() const {
@@ -162,6 +161,10 @@ std::string NoticeBoard::ask(const Place& place) const {
     }
     return join(others);
   });
+}
+
+StorePtr board_store(const StorePtr& store) {
+  return store ? c10::make_intrusive<c10d::PrefixStore>("libfsdp", store) : nullptr;
 }
 
 } // namespace fsdp::adapter

@@ -23,6 +23,10 @@ class NoticeBoard {
     int64_t number;
     std::string name;
   };
+  /// Before the first collective.
+  static Place joining() {
+    return {.number = -1, .name = "the making of the group"};
+  }
 
   NoticeBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
   ~NoticeBoard();
@@ -49,5 +53,8 @@ class NoticeBoard {
   std::shared_ptr<Listener> listener_; // shared with its thread, which may outlive this
   bool announced_ = false;
 };
+
+/// The part of a group's store that its board uses; null stays null.
+c10::intrusive_ptr<c10d::Store> board_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 } // namespace fsdp::adapter

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <utility>
+
+namespace fsdp {
+
+/// What is destroyed only in the process that made it: the threads that its destructor waits for do not exist in a
+/// process that was forked from that one, and a lock may be held for ever there.
+template <typename T>
+class OfThisProcess {
+ public:
+  template <typename... Arguments>
+  explicit OfThisProcess(Arguments&&... arguments) : value_(new T(std::forward<Arguments>(arguments)...)) {}
+  ~OfThisProcess() {
+    if (process_ == getpid()) {
+      delete value_;
+    }
+  }
+  OfThisProcess(const OfThisProcess&) = delete;
+  OfThisProcess& operator=(const OfThisProcess&) = delete;
+
+  T& operator*() const {
+    return *value_;
+  }
+  T* operator->() const {
+    return value_;
+  }
+
+ private:
+  T* value_;
+  pid_t process_ = getpid();
+};
+
+} // namespace fsdp

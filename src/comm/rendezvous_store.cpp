@@ -1,0 +1,160 @@
+#include "comm/rendezvous_store.h"
+
+#include <exception>
+#include <functional>
+#include <map>
+#include <thread>
+#include <utility>
+
+#include <c10/util/Exception.h>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include "base/check.h"
+#include "comm/listening_socket.h"
+#include "comm/port_file.h"
+#include "comm/within_limit.h"
+
+namespace fsdp {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using std::chrono::milliseconds;
+
+// The store has the same timeout, and knows better what it waited for.
+constexpr milliseconds kGrace{1000};
+constexpr milliseconds kPoll{20};
+constexpr const char* kJob = "libfsdp/job";
+
+/// Runs `talk` with a server that may accept connections and then say nothing.
+template <typename T>
+T answer_of(milliseconds timeout, std::function<T()> talk) {
+  auto answer = within_limit<T>(timeout + kGrace, std::move(talk));
+  TORCH_CHECK(answer, "it accepts connections, but does not answer");
+  return *std::move(answer);
+}
+
+StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
+  return answer_of<StorePtr>(options.timeout, [address = launch.address, options] {
+    return c10::make_intrusive<c10d::TCPStore>(address, options);
+  });
+}
+
+/// Ranks that are told the loopback are all on this host, so nobody else is listened to. The server takes over the
+/// socket.
+StorePtr serve(const Launch& launch, c10d::TCPStoreOptions options) {
+  options.isServer = true;
+  if (is_loopback(launch.address)) {
+    const ListeningSocket socket = listen_on_loopback(launch.address, launch.port);
+    options.port = socket.port;
+    options.masterListenFd = socket.descriptor;
+  }
+  const auto store = open_tcp(launch, options);
+  store->set(kJob, launch.job);
+  if (launch.port == 0) {
+    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
+  }
+  return store;
+}
+
+uint16_t wait_for_port(const std::string& job, milliseconds timeout) {
+  const auto end = Clock::now() + timeout;
+  while (Clock::now() < end) {
+    if (const auto port = published_port(job)) {
+      return *port;
+    }
+    std::this_thread::sleep_for(kPoll);
+  }
+  TORCH_CHECK(
+      false,
+      "rank 0 has not said in ",
+      port_file(job).string(),
+      " which port it has; set MASTER_PORT if ranks of one host do not share that folder");
+}
+
+StorePtr reach(const Launch& launch, c10d::TCPStoreOptions options) {
+  if (launch.port == 0) {
+    options.port = wait_for_port(launch.job, options.timeout);
+  }
+  const auto store = open_tcp(launch, options);
+  if (launch.agent_store) { // which another job cannot have come to
+    return store;
+  }
+  const auto theirs = answer_of<std::string>(options.timeout, [store] { return store->get_to_str(kJob); });
+  FSDP_CHECK(
+      theirs == launch.job,
+      "[init] rank ",
+      launch.rank,
+      " of job '",
+      launch.job,
+      "' expected its own rendezvous at ",
+      place_of(launch),
+      ", but rank 0 of job '",
+      theirs,
+      "' serves there; give every job a MASTER_PORT of its own");
+  return store;
+}
+
+[[noreturn]] void cannot_connect(const Launch& launch, milliseconds timeout, const std::exception& error) {
+  const auto place = place_of(launch);
+  throw CommError(
+      serves_rendezvous(launch) ? c10::str(
+                                      "[init] rank 0 expected to serve the rendezvous at ",
+                                      place,
+                                      ": ",
+                                      text_of(error),
+                                      "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host")
+                                : c10::str(
+                                      "[init] rank ",
+                                      launch.rank,
+                                      " expected to reach the rendezvous at ",
+                                      place,
+                                      " within ",
+                                      static_cast<double>(timeout.count()) / 1000,
+                                      " s: ",
+                                      text_of(error),
+                                      "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
+}
+
+StorePtr open_store(const Launch& launch, milliseconds timeout) {
+  c10d::TCPStoreOptions options;
+  options.port = launch.port;
+  options.waitWorkers = false; // we wait ourselves, to name who is missing
+  options.timeout = timeout;
+  try {
+    return serves_rendezvous(launch) ? serve(launch, options) : reach(launch, options);
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    cannot_connect(launch, timeout, error);
+  }
+}
+
+} // namespace
+
+std::string text_of(const std::exception& error) {
+  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
+  return from_c10 ? from_c10->what_without_backtrace() : error.what();
+}
+
+bool serves_rendezvous(const Launch& launch) {
+  return launch.rank == 0 && !launch.agent_store;
+}
+
+std::string place_of(const Launch& launch) {
+  return launch.port == 0 ? launch.address + " (a port that rank 0 chooses)"
+                          : c10::str(launch.address, ":", launch.port);
+}
+
+/// A rank that comes back after `leave` must not find the server of before about to close. Never destroyed, so that its
+/// server outlives whatever runs at exit.
+StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
+  static auto* const open = new std::map<std::string, StorePtr>();
+  StorePtr& store = (*open)[c10::str(launch.address, ":", launch.port, ":", launch.rank)];
+  if (!store) {
+    store = open_store(launch, timeout);
+  }
+  return store;
+}
+
+} // namespace fsdp
