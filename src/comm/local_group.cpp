@@ -4,7 +4,7 @@
 
 #include <fsdp/group.h>
 
-#include "base/check.h"
+#include "comm/arguments.h"
 #include "comm/divide.h"
 #include "comm/queued.h"
 
@@ -71,44 +71,27 @@ class LocalGroup final : public Group {
   LocalGroup() : Group(0, 1, "alone") {}
 
   std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
-    for (const Piece& piece : pieces) {
-      FSDP_CHECK(
-          piece.chunk >= piece.numel,
-          "[",
-          label.operation,
-          "] expected a slice of all ",
-          piece.numel,
-          " elements for a group of one, got ",
-          piece.chunk);
-    }
+    check_pieces(pieces, /*size=*/1, label);
     return std::make_shared<LocalHome>(std::move(pieces), options);
   }
   bool gathers_in_place() const override {
     return true;
   }
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
-    FSDP_CHECK(
-        args.slices.size() == args.wholes.size() && args.chunks.size() == args.wholes.size(),
-        "[",
-        label.operation,
-        "] expected as many chunks and slices as whole tensors (",
-        args.wholes.size(),
-        "), got ",
-        args.chunks.size(),
-        " and ",
-        args.slices.size());
+    check_reduce_scatter(args, /*rank=*/0, /*size=*/1, label);
     for (size_t i = 0; i < args.wholes.size(); ++i) {
       args.slices[i].view(-1).copy_(args.wholes[i].view(-1), /*non_blocking=*/true);
       divide_(args.slices[i], args.divide_by);
     }
     return std::make_unique<Queued>(args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device());
   }
-  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp, double divide_by, const Label&) override {
+  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override {
+    check_all_reduce(tensor, op, label);
     divide_(tensor, divide_by);
     return std::make_unique<Queued>(tensor.device());
   }
   void broadcast(at::Tensor, int root, const Label& label) override {
-    FSDP_CHECK(root == 0, "[", label.operation, "] expected root 0 in a group of one, got ", root);
+    check_root(root, /*size=*/1, label);
   }
   void barrier(const Label&) override {}
   std::vector<std::string> exchange(const std::string& bytes, const Label&) override {

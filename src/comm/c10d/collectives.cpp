@@ -117,9 +117,9 @@ int Collectives::size() const {
   return process_group_->getSize();
 }
 
-// Backends say in words only that they lack an operation, by an exception from the call, so the first call for a dtype
-// decides. Failures of the network, of a device and for want of memory have types of their own. Another passing failure
-// of a first call would make this rank go another way than the others: they end in a timeout instead of an error.
+// A backend says that it lacks an operation by an exception from the call, so the first call for a dtype decides.
+// Failures of the network, of the library below and of memory have types of their own. If one rank alone fails
+// otherwise in a first call, it goes another way than the others, and all end in the timeout.
 template <typename Call>
 Works Collectives::unless_lacking(Operation operation, const at::Tensor& tensor, const Call& call) {
   Support& support = support_[operation][static_cast<size_t>(tensor.scalar_type())][tensor.device().is_cpu()];
