@@ -41,6 +41,8 @@ FSDP_API FSDPModule fully_shard(const std::vector<ModuleView>& modules, const Fu
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
+/// `requires_grad` was set on the handle or on what users are shown of the shard: the other follows.
+FSDP_API void follow_requires_grad(const at::Tensor& tensor);
 /// This rank's piece of a whole parameter, as a tensor of its own.
 FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.

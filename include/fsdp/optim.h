@@ -4,6 +4,7 @@
 #include <vector>
 
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 
 #include <fsdp/export.h>
@@ -20,6 +21,20 @@ class FSDP_API AdamW : public torch::optim::Optimizer {
   explicit AdamW(std::vector<torch::Tensor> params, torch::optim::AdamWOptions defaults = {});
 
   torch::Tensor step(LossClosure closure = nullptr) override;
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
+};
+
+/// The algorithm, options and state of `torch::optim::LBFGS`, which on shards would be another one: its dot products
+/// and norms are those of the whole parameters, summed over ranks (hence equal to an unsharded run's but for rounding).
+/// The loss that the closure returns is averaged over the ranks of the biggest mesh, as gradients are. Collective.
+class FSDP_API LBFGS : public torch::optim::Optimizer {
+ public:
+  explicit LBFGS(
+      const std::vector<torch::optim::OptimizerParamGroup>& param_groups, torch::optim::LBFGSOptions defaults = {});
+  explicit LBFGS(std::vector<torch::Tensor> params, torch::optim::LBFGSOptions defaults = {});
+
+  torch::Tensor step(LossClosure closure) override;
   void save(torch::serialize::OutputArchive& archive) const override;
   void load(torch::serialize::InputArchive& archive) override;
 };

@@ -12,6 +12,8 @@ class FSDP_API ShownShard {
  public:
   virtual ~ShownShard();
   virtual bool requires_grad() const = 0;
+  /// As users have set it on the handle.
+  virtual void set_requires_grad(bool requires_grad) = 0;
   /// This rank's piece of the gradient; undefined if there is none.
   virtual at::Tensor gradient() const = 0;
   /// Adds to the gradient, or becomes it; then runs the hooks that wait for it.

@@ -38,6 +38,10 @@ class DTensorShard : public ShownShard {
     return tensor().requires_grad();
   }
 
+  void set_requires_grad(bool requires_grad) override {
+    tensor().set_requires_grad(requires_grad);
+  }
+
   at::Tensor gradient() const override {
     const at::Tensor gradient = tensor().grad();
     if (!gradient.defined()) {
@@ -174,6 +178,7 @@ void bind_front_end(py::module_& m) {
       .def_property_readonly("shard", &ExtendedShard::shard);
   m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
+  m.def("follow_requires_grad", &follow_requires_grad, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"), NoGil());
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
   m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));

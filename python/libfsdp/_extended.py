@@ -176,7 +176,8 @@ class Extended(Sharded):
         super().enter(module, name)
 
     def _follow_handle(self) -> None:
-        self._follow_requires_grad()  # the next gather makes a whole of whatever dtype
+        # The next gather makes a whole of whatever dtype.
+        torch.Tensor.requires_grad_(self.handle, self.parameter.requires_grad)
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if isinstance(current, DTensor):

@@ -214,16 +214,22 @@ class Sharded:
 
     def _follow_handle(self) -> None:
         """What the module's code asks of the handle before any operator, its dtype say, is the parameter's."""
-        self._follow_requires_grad()
+        _C.follow_requires_grad(self.handle)
         if self.parameter.is_meta:
             return
         self.handle.detach()  # an operator, before which the engine takes over new data; collective then
-        # A DTensor around the handle is as the handle was when it was made.
+        self._show_handle_as_it_is()
+
+    def _show_handle_as_it_is(self) -> None:
+        """A DTensor around the handle is as the handle was when it was made."""
         if (self.handle.dtype, self.handle.requires_grad) != (self.shadow.dtype, self.shadow.requires_grad):
             self._show_handle()
 
-    def _follow_requires_grad(self) -> None:
-        torch.Tensor.requires_grad_(self.handle, self.parameter.requires_grad)
+    def show_handle_in(self, module: nn.Module, name: str) -> None:
+        """A summoned one has the dtype of its shard."""
+        self._show_handle_as_it_is()
+        if name in module.__dict__:
+            module.__dict__[name] = self.shadow
 
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:

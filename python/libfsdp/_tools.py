@@ -86,6 +86,8 @@ def summon_full_params(
             places.append((owner, name, Registered.of(owner).sharded[name]))
     only = None if recurse or state is None else state.unit
     summoned = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)
+    for owner, name, sharded in places:
+        sharded.show_handle_in(owner, name)
     try:
         yield
     finally:
@@ -93,6 +95,7 @@ def summon_full_params(
             summoned.end()
         finally:
             for owner, name, sharded in places:
+                sharded.show_handle_in(owner, name)
                 sharded.enter(owner, name)
 
 

@@ -43,10 +43,13 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
 /// Users are shown the shard itself.
 class ShardItself final : public ShownShard {
  public:
-  explicit ShardItself(const at::Tensor& shard) : shard_(shard) {}
+  explicit ShardItself(at::Tensor& shard) : shard_(shard) {}
 
   bool requires_grad() const override {
     return shard_.requires_grad();
+  }
+  void set_requires_grad(bool requires_grad) override {
+    shard_.set_requires_grad(requires_grad);
   }
   at::Tensor gradient() const override {
     return shard_.grad();
@@ -70,7 +73,7 @@ class ShardItself final : public ShownShard {
   }
 
  private:
-  const at::Tensor& shard_; // the parameter's
+  at::Tensor& shard_; // the parameter's
 };
 
 /// Its memory holds its elements, each as it is, where the strides say.
@@ -225,6 +228,9 @@ void Param::end_stand_in() {
 
 void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device) {
   gathered_ = dtype;
+  if (!is_handle(handle)) {
+    requires_grad_ = handle.requires_grad(); // what it says so far is nobody's wish
+  }
   handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
   auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, this, nullptr});
   end_stand_in();
@@ -430,11 +436,16 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   shown_->give_gradient(std::move(gradient));
 }
 
-void Param::set_requires_grad(bool wanted) {
+void Param::agree_on_requires_grad() {
   at::Tensor handle(handle_.lock());
+  if (handle.requires_grad() != requires_grad_) {
+    shown_->set_requires_grad(handle.requires_grad());
+  }
+  const bool wanted = trainable();
   if (handle.is_leaf() && handle.requires_grad() != wanted) {
     handle.set_requires_grad(wanted);
   }
+  requires_grad_ = handle.requires_grad();
   if (wanted && !hooked_) {
     install_gradient_hooks(handle);
     hooked_ = true;

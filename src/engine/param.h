@@ -121,12 +121,17 @@ class alignas(64) Param {
   bool trainable() const {
     return shown_->requires_grad();
   }
-  /// The shard's `requires_grad` is the one that users set; the handle follows.
+  /// Users set `requires_grad` on the shard or on the handle: the other follows the one that has changed.
   void follow_requires_grad() {
     const bool wanted = trainable();
     const c10::TensorImpl* handle = handle_._unsafe_get_target();
-    if (!handle_.expired() && (handle->requires_grad() != wanted || (wanted && !hooked_))) {
-      set_requires_grad(wanted);
+    if (handle_.expired()) {
+      return;
+    }
+    if (handle->requires_grad() != wanted || (wanted && !hooked_)) {
+      agree_on_requires_grad();
+    } else {
+      requires_grad_ = wanted;
     }
   }
 
@@ -159,7 +164,7 @@ class alignas(64) Param {
   void end_storages();
   void end_watching();
   void end_stand_in();
-  void set_requires_grad(bool wanted);
+  void agree_on_requires_grad();
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
 
@@ -171,6 +176,7 @@ class alignas(64) Param {
   int expected_ = 0; // gradients
   c10::ScalarType gathered_;
   bool hooked_ = false;
+  bool requires_grad_ = false; // of the handle, when it agreed with the shard last
 
   Unit& unit_;
   Bucket& bucket_;

@@ -2,6 +2,7 @@
 
 #include <map>
 
+#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/front_end.h>
@@ -23,25 +24,19 @@ namespace {
 
 using engine::Unit;
 
-/// Whole parameters, in the dtype of the shards, in place of the registered shards; put back at the end.
-class WholeParameters {
+/// Tensors without elements, in place of the registered shards; put back at the end.
+class NoValues {
  public:
-  explicit WholeParameters(torch::nn::Module& module) {
-    std::map<const engine::Param*, at::Tensor> wholes;
+  explicit NoValues(torch::nn::Module& module) {
     for (auto& slot : nn::slots_of(module)) {
       const auto* param = engine::param_of(slot.tensor);
-      if (param == nullptr || !slot.replace) {
-        continue;
+      if (param != nullptr && slot.replace) {
+        slot.replace(at::empty({0}, param->shard().options().requires_grad(false)));
+        slots_.push_back({slot, param->shard()});
       }
-      auto& whole = wholes[param];
-      if (!whole.defined()) {
-        whole = sharded(param->shard()).full_tensor().set_requires_grad(param->trainable());
-      }
-      slots_.push_back({slot, param->shard()});
-      slot.replace(whole);
     }
   }
-  ~WholeParameters() {
+  ~NoValues() {
     for (auto& [slot, shard] : slots_) {
       slot.replace(shard);
     }
@@ -130,14 +125,26 @@ void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
   }
 }
 
-/// Parameters of the copy whose originals do not belong to `unit`.
-std::vector<at::Tensor> left_to_others(torch::nn::Module& original, torch::nn::Module& copy, const Unit& unit) {
+/// Gives the copy's parameters their values, whole, where the originals belong to `unit`; returns the other parameters.
+std::vector<at::Tensor> fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy) {
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
+  std::map<const engine::Param*, at::Tensor> wholes;
+  unit.before_shard_read();
+  for (const auto& bucket : unit.buckets()) {
+    const c10::Device target = unit.offloaded() ? c10::Device(c10::kCPU) : unit.device();
+    const auto values = bucket->put_together(target, unit.label("clone"));
+    for (size_t i = 0; i < values.size(); ++i) {
+      wholes[bucket->params()[i]] = values[i];
+    }
+  }
   std::vector<at::Tensor> others;
   for (size_t i = 0; i < copies.size(); ++i) {
-    const auto* param = engine::param_of(originals[i].tensor);
-    if (param == nullptr || &param->unit() != &unit) {
-      others.push_back(copies[i].tensor);
+    at::Tensor parameter = copies[i].tensor;
+    const auto found = wholes.find(engine::param_of(originals[i].tensor));
+    if (found == wholes.end()) {
+      others.push_back(parameter);
+    } else {
+      parameter.set_data(found->second);
     }
   }
   return others;
@@ -151,8 +158,11 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
   FSDP_CHECK(!recipes.empty(), "[clone] the module is not sharded: call fully_shard first, or use module->clone()");
   std::shared_ptr<torch::nn::Module> copy;
   {
-    WholeParameters wholes(module);
+    const NoValues no_values(module);
     copy = module.clone();
+  }
+  for (const auto& recipe : recipes) {
+    recipe.unit->follow_requires_grad();
   }
   copy_requires_grad(module, *copy);
   std::map<std::string, torch::nn::Module*> modules{{"", copy.get()}};
@@ -166,7 +176,7 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
       same.push_back(modules.at(path));
     }
     auto options = options_of(recipe);
-    options.ignored_params = left_to_others(module, *copy, *recipe.unit);
+    options.ignored_params = fill_those_of(*recipe.unit, module, *copy);
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
     Unit& unit = *sharded_copy.unit();

@@ -32,6 +32,10 @@ at::Tensor handle_of(const at::Tensor& shard) {
   return param.handle();
 }
 
+void follow_requires_grad(const at::Tensor& tensor) {
+  param_behind(tensor, "follow_requires_grad").follow_requires_grad();
+}
+
 at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   const auto& param = param_behind(shard, "piece_of");
   engine::InternalScope scope;

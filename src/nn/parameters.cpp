@@ -17,7 +17,10 @@ std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot
   std::vector<std::pair<std::string, at::Tensor>> shards;
   std::unordered_set<const c10::TensorImpl*> seen;
   for (const auto& slot : slots) {
-    const engine::Param* param = engine::param_of(slot.tensor);
+    engine::Param* param = engine::param_of(slot.tensor);
+    if (param != nullptr) {
+      param->follow_requires_grad(); // of the handle, which nobody tells us of
+    }
     const at::Tensor tensor = param != nullptr ? param->shard() : slot.tensor;
     if (seen.insert(tensor.unsafeGetTensorImpl()).second) {
       shards.emplace_back(slot.path, tensor);

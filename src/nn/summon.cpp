@@ -88,6 +88,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   }
   units.push_back(unit);
   ++unit->held;
+  unit->follow_requires_grad();
   for (const auto& param : unit->params()) {
     // An alias: users may give their tensor other data. A copy, where another guard shows it on a device.
     const at::Tensor copy = unit->private_copy(*param);

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import libfsdp
 from harness import on_ranks
-from libfsdp import fully_shard
-from subjects import BATCH, check_training, loss_of, mine, mlp, rows, seeded, shard_with, whole
+from libfsdp import MixedPrecisionPolicy, fully_shard
+from subjects import BATCH, check_training, even, loss_of, mine, mlp, rows, seeded, shard_with, whole
 
 
 def backward(model, step=0):
@@ -134,3 +134,86 @@ def test_saving_and_copying_it_while_it_is_whole(folder=""):
     loaded = torch.load(path, weights_only=True)
     for each in (loaded, copy.deepcopy(model[0].weight)):
         assert type(each) is nn.Parameter and torch.equal(each, expected) and not vars(each)
+
+
+@on_ranks(2)
+def test_freezing_it_by_assignment_freezes_the_registered_one():
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp))
+    backward(model)
+    model.zero_grad()
+    for wanted in (False, True):
+        for each in (reference, model):
+            each[0].weight.requires_grad = wanted
+        check_training(model, reference, loss_of, (5,), exact=True, steps=2)
+        assert model[0]._parameters["weight"].requires_grad is wanted
+    model[0]._parameters["weight"].requires_grad = False
+    backward(model)
+    assert not model[0].weight.requires_grad
+
+
+@on_ranks(2, 3)
+def test_summoned_ones_have_their_own_dtype():
+    masters = seeded(mlp)
+    model = shard_with(fully_shard, seeded(mlp), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad(), libfsdp.summon_full_params(model):
+        for p, q in zip(model.parameters(), masters.parameters(), strict=True):
+            assert torch.equal(p, q)
+            p.mul_(1.001)
+        assert model[0].weight.dtype == torch.float32 and torch.equal(model[0].weight, masters[0].weight * 1.001)
+        model[0].weight.add_(1)
+        assert torch.equal(model[0]._parameters["weight"], masters[0].weight * 1.001 + 1)
+        model(mine(rows(0, 5)))
+    assert model[0].weight.dtype == torch.bfloat16
+    assert torch.equal(whole(model[0]._parameters["weight"]), masters[0].weight * 1.001 + 1)
+    assert torch.equal(whole(model[3]._parameters["bias"]), masters[3].bias * 1.001)
+    backward(model)
+
+
+@on_ranks(2, comm=("shm",))
+def test_summoned_ones_have_their_own_dtype_with_tensor_parallelism():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    with torch.no_grad():
+        model[0].weight.fill_(1.001)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["dp"], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with torch.no_grad(), libfsdp.summon_full_params(model):
+        for each in (model[0].weight, model[0]._parameters["weight"]):
+            assert each.dtype == torch.float32 and torch.equal(whole(each), torch.full((4, 4), 1.001))
+        model[0].weight.mul_(2)
+    assert model[0].weight.dtype == torch.bfloat16
+    with torch.no_grad(), libfsdp.summon_full_params(model):
+        assert torch.equal(whole(model[0]._parameters["weight"]), torch.full((4, 4), 1.001) * 2)
+    model(torch.rand(2, 4)).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_optimizers_that_take_products_over_all_parameters():
+    """``DTensor`` sums what LBFGS multiplies over the ranks, where these share the rows evenly (else it throws). Its loss
+    has to be the same on every rank."""
+    batch = rows(0, 4).double()
+    reference, model = seeded(even).double(), shard_with(fully_shard, seeded(even).double())
+    for line_search in (None, "strong_wolfe"):
+        options = dict(lr=0.1, max_iter=5, history_size=3, line_search_fn=line_search)
+        ours, theirs = (torch.optim.LBFGS(each.parameters(), **options) for each in (model, reference))
+
+        def close(optimizer, loss_on_rank, average):
+            optimizer.zero_grad()
+            loss = loss_on_rank()
+            loss.backward()
+            loss = loss.detach()
+            if average:
+                dist.all_reduce(loss)
+                loss /= dist.get_world_size()
+            return loss
+
+        def loss_of_doubles(model, batch):
+            return model(batch).pow(2).mean()
+
+        for _ in range(3):
+            ours.step(lambda: close(ours, lambda: loss_of_doubles(model, mine(batch)), True))
+            theirs.step(lambda: close(theirs, lambda: loss_of_doubles(reference, batch), False))
+            for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(whole(p), q, rtol=1e-8, atol=1e-8)

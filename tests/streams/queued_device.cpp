@@ -357,6 +357,18 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   HostCall(op, *stack).run();
 }
 
+at::Tensor& set_storage(
+    at::Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_sizes_and_strides(sizes, strides, offset);
+  return self;
+}
+
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  use(self, /*writes=*/false, stream, "record_stream");
+}
+
 TORCH_LIBRARY_IMPL(_, HPU, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
@@ -366,6 +378,8 @@ TORCH_LIBRARY_IMPL(aten, HPU, library) {
   library.impl("empty_strided", TORCH_FN(empty_strided));
   library.impl("resize_", TORCH_FN(resize_));
   library.impl("_copy_from", TORCH_FN(copy_from));
+  library.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
+  library.impl("record_stream", TORCH_FN(record_stream));
   library.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));

@@ -19,6 +19,7 @@ RaceDetector::RaceDetector(int devices, int streams_per_device) : streams_per_de
   const Clock start(devices * streams_per_device, 0);
   streams_.assign(devices * streams_per_device, start);
   hosts_.assign(devices, start);
+  bytes_.resize(devices);
   free_.resize(streams_.size());
 }
 
@@ -31,6 +32,21 @@ void RaceDetector::allocated(const void* memory, size_t bytes, int stream) {
   }
   blocks_[static_cast<const char*>(memory)] =
       Block{.bytes = bytes, .owner = stream, .last_write = {stream, now, "allocation"}, .reads = {}};
+  count_bytes(stream, static_cast<int64_t>(bytes));
+}
+
+void RaceDetector::count_bytes(int stream, int64_t bytes) {
+  Bytes& counted = bytes_[stream / streams_per_device_];
+  counted.now += bytes;
+  counted.most = std::max(counted.most, counted.now);
+}
+
+int64_t RaceDetector::most_bytes_since_last_call(int device) {
+  const std::lock_guard lock(mutex_);
+  Bytes& counted = bytes_[device];
+  const int64_t beyond = counted.most - counted.at_first;
+  counted.most = counted.at_first = counted.now;
+  return beyond;
 }
 
 void RaceDetector::allocated_on_host(const void* memory, size_t bytes) {
@@ -57,6 +73,7 @@ void RaceDetector::freed(const void* memory) {
     return;
   }
   if (const int owner = found->second.owner; owner >= 0) {
+    count_bytes(owner, -static_cast<int64_t>(found->second.bytes));
     free_[owner].push_back(std::move(found->second));
   }
   blocks_.erase(found);

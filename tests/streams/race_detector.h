@@ -40,6 +40,8 @@ class RaceDetector {
   bool host_has_waited(int device, const Clock& clock);
 
   int64_t waits_of_host();
+  /// The most that was allocated on a device at once, beyond what was when this was called last.
+  int64_t most_bytes_since_last_call(int device);
   /// Forgets what was given back so far.
   void begin_test();
   std::vector<std::string> take_races();
@@ -57,7 +59,12 @@ class RaceDetector {
     std::map<int, Use> reads; // since then, by stream
   };
 
+  struct Bytes {
+    int64_t now = 0, most = 0, at_first = 0;
+  };
+
   int64_t submit(int stream);
+  void count_bytes(int stream, int64_t bytes);
   bool is_before(const Use& use, const Clock& clock) const;
   void expect_before(const Use& use, const Clock& clock, const std::string& operation);
   void expect_reads_before(const Block& block, const Clock& clock, const std::string& operation);
@@ -71,6 +78,7 @@ class RaceDetector {
   std::vector<std::vector<Block>> free_; // given back since the last allocation, by stream
   std::vector<std::string> races_;
   int64_t host_waits_ = 0;
+  std::vector<Bytes> bytes_; // by device
 };
 
 } // namespace fsdp::testing

@@ -5,6 +5,7 @@
 #include <fsdp/fsdp.h>
 
 #include "base/stream.h"
+#include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
 #include "streams/queued_device.h"
@@ -187,13 +188,109 @@ TEST(OnStreams, Clipping) {
 TEST(OnStreams, ParametersReadAndWrittenBetweenSteps) {
   Trial trial = tied();
   trial.before_step = [](Subject& subject, FSDPModule&, int) {
-    const auto guard = summon_full_params(*subject.module, {.with_grads = true});
+    auto guard = summon_full_params(*subject.module, {.with_grads = true});
     c10::NoGradGuard no_grad;
     for (auto& parameter : subject.module->parameters()) {
       parameter.mul_(1);
     }
+    guard.end();
   };
   expect_parity_without_races(trial);
+}
+
+/// Of copies on the host nothing stays on the device, and members are there, too.
+TEST(OnStreams, ParametersReadAndWrittenOnTheHost) {
+  Trial trial = tied();
+  trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  trial.before_step = [](Subject& subject, FSDPModule&, int) {
+    const auto embedding = subject.module->as<subjects::Tied>()->embedding->weight;
+    {
+      auto guard = summon_full_params(*subject.module, {.offload_to_cpu = true});
+      c10::NoGradGuard no_grad;
+      for (auto& parameter : subject.module->parameters()) {
+        EXPECT_TRUE(parameter.is_cpu());
+        parameter.mul_(2);
+      }
+      EXPECT_TRUE(embedding.is_cpu());
+      EXPECT_EQ(embedding.scalar_type(), torch::kFloat);
+      const auto before = subject.module->named_parameters()["embedding.weight"].clone();
+      embedding.div_(2);
+      EXPECT_TRUE(torch::equal(subject.module->named_parameters()["embedding.weight"], before / 2));
+      for (auto& item : subject.module->named_parameters()) {
+        if (item.key() != "embedding.weight") {
+          item.value().div_(2);
+        }
+      }
+      guard.end();
+    }
+    EXPECT_FALSE(embedding.is_cpu());
+  };
+  expect_parity_without_races(trial);
+}
+
+struct DeepImpl : torch::nn::Cloneable<DeepImpl> {
+  DeepImpl() {
+    DeepImpl::reset();
+  }
+  void reset() override {
+    for (int i = 0; i < kLayers; ++i) {
+      layers.push_back(register_module(std::to_string(i), torch::nn::Linear(kWidth, kWidth)));
+    }
+  }
+  static constexpr int64_t kLayers = 8, kWidth = 32;
+  std::vector<torch::nn::Linear> layers;
+};
+
+/// The most bytes that `act` takes on the calling rank's device beyond what there was, in wholes of a unit.
+double units_at_once(const Mesh& mesh, const std::function<void(std::shared_ptr<DeepImpl>)>& act) {
+  auto model = std::make_shared<DeepImpl>();
+  for (auto& layer : model->layers) {
+    fully_shard(*layer, {.mesh = mesh, .mp_policy = {.param_dtype = torch::kBFloat16}});
+  }
+  fully_shard(*model, {.mesh = mesh});
+  queued_device::detector().most_bytes_since_last_call(rank());
+  act(model);
+  const int64_t unit_bytes = (DeepImpl::kWidth + 1) * DeepImpl::kWidth * 4;
+  return static_cast<double>(queued_device::detector().most_bytes_since_last_call(rank())) / unit_bytes;
+}
+
+TEST(OnStreams, ShowingParametersOnTheHostTakesOneUnitOfTheDevice) {
+  on_devices({2}, [](const Mesh& mesh) {
+    const double units = units_at_once(mesh, [](const auto& model) {
+      const auto guard = summon_full_params(*model, {.offload_to_cpu = true});
+      EXPECT_TRUE(model->parameters()[0].is_cpu());
+    });
+    EXPECT_LE(units, 3.0);
+  });
+}
+
+TEST(OnStreams, RanksThatShowNothingTakeOneUnitOfTheDevice) {
+  on_devices({2}, [](const Mesh& mesh) {
+    const double units = units_at_once(mesh, [](const auto& model) {
+      const auto guard = summon_full_params(*model, {.writeback = false, .rank0_only = true});
+    });
+    EXPECT_EQ(units > 3.0, rank() == 0) << units;
+  });
+}
+
+TEST(OnStreams, CopiesOfAModelTakeOneUnitOfTheDeviceAndTheirShards) {
+  on_devices({2}, [](const Mesh& mesh) {
+    const double units = units_at_once(mesh, [](const auto& model) { const auto copy = fsdp::clone(model); });
+    EXPECT_LE(units, DeepImpl::kLayers / 2.0 + 3.0);
+  });
+}
+
+TEST(OnStreams, RecordingAStreamIsNoWrite) {
+  on_devices({2}, [](const Mesh& mesh) {
+    torch::nn::Linear model(4, 4);
+    auto unit = fully_shard(*model, {.mesh = mesh});
+    const auto loss = model->forward(torch::ones({2, 4}, torch::TensorOptions().device(mesh.device()))).sum();
+    model->weight.record_stream(new_stream(mesh.device()));
+    model->parameters()[0].record_stream(new_stream(mesh.device()));
+    EXPECT_FALSE(unit.unit()->is_private());
+    loss.backward();
+    EXPECT_TRUE(model->parameters()[0].grad().defined());
+  });
 }
 
 TEST(OnStreams, AnEventOfTheOptimizer) {
