@@ -19,7 +19,10 @@ namespace fsdp::engine {
 Runtime::Runtime(c10::Device device)
     : device_(device),
       gather_stream_(new_stream(device, /*high_priority=*/true)),
-      reduce_stream_(new_stream(device, /*high_priority=*/true)) {
+      reduce_stream_(new_stream(device, /*high_priority=*/true)),
+      all_reduce_stream_(new_stream(device, /*high_priority=*/true)),
+      on_streams_(has_streams(device)),
+      last_stream_(current_stream(device)) {
   tracing::start_if_asked();
 }
 
@@ -77,6 +80,7 @@ void Runtime::adopt(Runtime& other) {
   auto guard = lock();
   InternalScope scope;
   other.reducer_.finish();
+  other.reducer_.deliver_copies();
   in_step_ = in_step_ || other.in_step_;
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
@@ -126,14 +130,18 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
     unit->wait();
   }
   current_is_whole_ = true;
+  last_stream_ = on_streams_ ? current_stream(device_) : last_stream_;
   reducer_.progress();
 }
 
 void Runtime::release_left_behind(
     const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
+    if (std::find(touched.begin(), touched.end(), unit) == touched.end()) {
+      unit->leave();
+    }
     if (!keeps(*unit, touched, phase, schedule, before)) {
-      unit->reshard(/*after_forward=*/phase == Phase::kForward);
+      unit->reshard(/*left_in=*/phase);
     }
   }
 }
@@ -287,6 +295,7 @@ void Runtime::end_backward() {
     reduce_what_waits(); // parts that an earlier backward has put off, and that were still on their way
     reducer_.finish();
   }
+  reducer_.deliver_copies();
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     if (unit->policy.reshard_after_backward && unit->held == 0 && !unit->requested) {
       unit->reshard();
@@ -333,10 +342,6 @@ void Runtime::order_gather() {
   } else {
     wait_stream(gather_stream_, current_stream(device_));
   }
-}
-
-void Runtime::order_reduce() {
-  wait_stream(reduce_stream_, current_stream(device_));
 }
 
 void Runtime::unit_changed(Unit& unit, EventKind kind) {

@@ -51,7 +51,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void touch(const TouchedUnits& units, Phase phase);
   /// Whether `touch` would have nothing to do: the unit was touched last, in this phase, and is whole.
   bool is_current(const Unit& unit, Phase phase) const {
-    return &unit == last_ && phase == last_phase_ && current_is_whole_;
+    return &unit == last_ && phase == last_phase_ && current_is_whole_ && on_last_stream();
   }
   /// A handle is about to be written outside a step.
   void write(Unit& unit, const Param& param);
@@ -76,7 +76,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// After changes of `UnitPolicy::max_reductions`.
   void bound_reductions();
 
-  // -- streams; on the CPU all three are the one there is
+  // -- streams; on the CPU all of them are the one there is
 
   Stream gather_stream() const {
     return gather_stream_;
@@ -84,14 +84,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stream reduce_stream() const {
     return reduce_stream_;
   }
+  /// All-reduces across replicas: the next reduce-scatter need not wait for them.
+  Stream all_reduce_stream() const {
+    return all_reduce_stream_;
+  }
   /// Before a gather starts on the gather stream: it waits for those who wrote shards.
   void order_gather();
   /// Shards are about to be written.
   void shards_change() {
     shards_changed_ = true;
   }
-  /// Before a reduction starts on the reduce stream: it waits for backward so far.
-  void order_reduce();
   void set_post_optim_event(std::shared_ptr<c10::Event> event) {
     post_optim_event_ = std::move(event);
   }
@@ -121,11 +123,15 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void notify(EventKind kind, const Unit* unit);
   void trace(const Event& event);
   Event make_event(EventKind kind, const Unit* unit) const;
+  bool on_last_stream() const {
+    return !on_streams_ || current_stream(device_) == last_stream_;
+  }
 
   std::recursive_mutex mutex_;
   c10::Device device_;
   Stream gather_stream_;
   Stream reduce_stream_;
+  Stream all_reduce_stream_;
   std::shared_ptr<c10::Event>
       post_optim_event_; // protects shards from being gathered before the optimizer has written them
 
@@ -139,6 +145,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Unit* last_ = nullptr;
   Phase last_phase_ = Phase::kForward;
   bool current_is_whole_ = false;
+  bool on_streams_; // the device has streams
+  Stream last_stream_; // of the last touch
   bool shards_changed_ = true; // since the last gather
   bool in_step_ = false;
   bool backward_queued_ = false;
