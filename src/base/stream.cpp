@@ -1,5 +1,8 @@
 #include "base/stream.h"
 
+#include <algorithm>
+#include <utility>
+
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace fsdp {
@@ -60,6 +63,53 @@ bool Event::query() const {
 void Event::synchronize() const {
   if (event_) {
     event_->synchronize();
+  }
+}
+
+bool StreamUses::begin(const Stream& stream) {
+  if (uses_.empty() || uses_.back().stream != stream) {
+    end();
+    const auto found = std::find_if(uses_.begin(), uses_.end(), [&](const Use& use) { return use.stream == stream; });
+    if (found == uses_.end()) {
+      uses_.push_back({stream, {}});
+      return present_ = true;
+    }
+    std::rotate(found, found + 1, uses_.end());
+  }
+  present_ = true;
+  return false;
+}
+
+void StreamUses::end() {
+  if (std::exchange(present_, false)) {
+    uses_.back().last.record(uses_.back().stream);
+  }
+}
+
+void StreamUses::block(const Stream& stream) const {
+  for (const Use& use : uses_) {
+    if (use.stream == stream) {
+      continue;
+    }
+    if (present_ && &use == &uses_.back()) {
+      wait_stream(stream, use.stream);
+    } else {
+      use.last.block(stream);
+    }
+  }
+}
+
+std::vector<Stream> StreamUses::streams() const {
+  std::vector<Stream> streams;
+  for (const Use& use : uses_) {
+    streams.push_back(use.stream);
+  }
+  return streams;
+}
+
+void StreamUses::join() const {
+  for (size_t i = 0; uses_.size() > 1 && i < uses_.size(); ++i) {
+    block(uses_[i].stream);
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <optional>
+#include <vector>
 
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
@@ -48,6 +49,42 @@ class Event {
 
  private:
   std::optional<c10::Event> event_; // empty until recorded, and always on the CPU
+};
+
+/// The streams that have used something, each up to its last use. Move only. Not thread safe.
+///
+/// With one stream at work an event is recorded only by `end`. For devices with streams: callers ask `has_streams`
+/// first.
+class StreamUses {
+ public:
+  /// Work that uses it is queued on `stream`, from now until `end` or until another stream uses it. True if this stream
+  /// has not used it before.
+  bool begin(const Stream& stream);
+  /// Whether `begin` with this stream has nothing to do.
+  bool goes_on(const Stream& stream) const {
+    return present_ && uses_.back().stream == stream;
+  }
+  /// What used it was queued before now.
+  void end();
+  /// Work queued on `stream` from now on comes after all uses; where one has no end yet, after what its stream has
+  /// queued so far.
+  void block(const Stream& stream) const;
+  /// Those that have used it.
+  std::vector<Stream> streams() const;
+  /// Each stream that has used it comes after the uses of the others.
+  void join() const;
+  void clear() {
+    uses_.clear();
+    present_ = false;
+  }
+
+ private:
+  struct Use {
+    Stream stream;
+    Event last; // recorded unless it is the present use
+  };
+  std::vector<Use> uses_;
+  bool present_ = false; // the last of them has no end yet
 };
 
 } // namespace fsdp

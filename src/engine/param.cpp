@@ -493,6 +493,7 @@ void Param::take_gradient(const at::Tensor& handle) {
 }
 
 void Param::add_gradient(at::Tensor arrived) {
+  unit_.gradient_on_stream(/*adds=*/gradient.defined());
   if (arrived.requires_grad()) {
     arrived = arrived.detach();
   }

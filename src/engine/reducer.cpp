@@ -1,10 +1,12 @@
 #include "engine/reducer.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "base/caller.h"
 #include "base/stream.h"
 #include "base/tracing.h"
 #include "base/view_into.h"
@@ -16,20 +18,34 @@
 
 namespace fsdp::engine {
 
-/// The gradients of one bucket that are reduced in one dtype.
+/// The gradients of one bucket that are reduced in one dtype: packed and reduce-scattered on the reduce stream,
+/// all-reduced (on hybrid meshes) on a stream of its own, delivered on the current one.
 struct Reducer::Reduction {
   Unit* unit; // not kept alive by what is in flight: it goes with its model, also when a step broke off
   Bucket* bucket;
   std::vector<Param*> params;
   at::Tensor flat; // this rank's slices of the sums, one after another
   std::vector<at::Tensor> slices; // views of it
+  std::unique_ptr<Work> work; // the collective that runs; null once its stream comes after it
+  fsdp::Event scattered; // the end of the reduce-scatter, once its stream comes after it
+  fsdp::Event reduced; // and of the all-reduce
   std::vector<at::Tensor>
       wholes; // on devices with streams: not freed, hence not reused by backward, before they were read
-  std::unique_ptr<Work> work;
+  std::vector<Stream> gradient_streams; // to which their memory belongs
   int64_t bytes = 0; // of the whole gradients
+  bool scatters; // over ranks; else the slices are as large as the wholes
+  bool has_scattered = false; // as far as the host has to do something for it
+  bool holds_wholes = true; // or slices as large
   // As the unit said when the reduction began: users may have said something else by the time it ends.
   bool all_reduces;
   double divide_by;
+
+  Group* replicas() const {
+    return bucket->replicate_group();
+  }
+  bool is_reduced_twice() const {
+    return scatters && replicas() != nullptr;
+  }
 };
 
 namespace {
@@ -86,12 +102,30 @@ void run_all_reduce_hook(const Unit& unit, std::vector<at::Tensor>& slices) {
   wait_stream(compute, stream);
 }
 
+// In earlier backwards, with `requires_all_reduce` off: this rank's slice so far.
+void put_off_or_add(Param& param, at::Tensor& slice, bool put_off) {
+  if (param.partial.defined()) {
+    slice.add_(std::exchange(param.partial, {}));
+  }
+  if (put_off) {
+    param.partial = slice;
+  }
+}
+
+// To page-locked memory copies need no wait each.
+bool shards_are_pinned_on_host(const Unit& unit, const std::vector<Param*>& params) {
+  return unit.offloaded() && has_streams(unit.device()) && std::any_of(params.begin(), params.end(), [](Param* param) {
+           return param->shard().is_cpu() && param->shard().is_pinned();
+         });
+}
+
 } // namespace
 
 Reducer::Reducer() = default;
 Reducer::~Reducer() = default;
 
 void Reducer::submit(Unit& unit) {
+  unit.gradient_on_stream(/*adds=*/false); // or those that it comes after, at the end of backward
   for (const auto& bucket : unit.buckets()) {
     std::vector<c10::ScalarType> dtypes;
     for (const Param* param : bucket->params()) {
@@ -104,91 +138,250 @@ void Reducer::submit(Unit& unit) {
       submit(unit, *bucket, dtype);
     }
   }
+  unit.gradient_streams.clear();
 }
 
 void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   progress();
-  while (in_flight() >= max_in_flight_) {
-    finish_oldest();
-  }
+  make_room();
   const tracing::Span span("start reduction", unit.display_name());
   auto reduction = std::make_unique<Reduction>();
   reduction->unit = &unit;
   reduction->bucket = &bucket;
+  reduction->scatters = bucket.reduce_group->size() > 1;
   reduction->all_reduces = unit.policy.requires_all_reduce;
   reduction->divide_by = divisor(unit, bucket);
-  Runtime& runtime = unit.runtime();
-  runtime.order_reduce();
-  StreamGuard on_stream(runtime.reduce_stream());
+  reduction->gradient_streams = unit.gradient_streams.streams();
+  start_reduce_scatter(*reduction, dtype);
+  // Where it may be queued without waiting for what comes before it.
+  if (reduction->replicas() != nullptr && (has_streams(unit.device()) || !reduction->scatters)) {
+    start_all_reduce(*reduction);
+  }
+  running_.push_back(std::move(reduction));
+  unit.runtime().unit_changed(unit, EventKind::kReduce);
+}
+
+void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) {
+  Unit& unit = *reduction.unit;
+  Bucket& bucket = *reduction.bucket;
+  const Stream stream = unit.runtime().reduce_stream();
+  unit.gradient_streams.block(stream);
+  StreamGuard on_stream(stream);
   ReduceScatter args;
   for (auto* tensors : {&args.wholes, &args.slices}) {
     tensors->reserve(bucket.params().size());
   }
   int64_t numel = 0;
-  const bool alone = bucket.reduce_group->size() == 1;
   for (Param* param : bucket.params()) {
     if (!param->takes_part_in_reduction() || unit.reduce_dtype_of(*param) != dtype) {
       continue;
     }
-    reduction->params.push_back(param);
+    reduction.params.push_back(param);
     if (has_streams(unit.device())) {
-      reduction->wholes.push_back(param->gradient);
+      reduction.wholes.push_back(param->gradient);
     }
     args.wholes.push_back(take_gradient(*param, dtype, unit.device()));
     args.chunks.push_back(param->layout().chunk());
-    reduction->bytes += static_cast<int64_t>(args.wholes.back().nbytes());
+    reduction.bytes += static_cast<int64_t>(args.wholes.back().nbytes());
     numel += aligned(param->layout().length(param->rank()), dtype);
   }
-  if (!alone) {
-    reduction->flat = at::empty({numel}, at::TensorOptions().dtype(dtype).device(unit.device()));
+  // Alone, the whole gradient is the slice: nothing is copied, unless all slices go on as one, or to the host.
+  const bool goes_on = reduction.replicas() != nullptr || (unit.offloaded() && has_streams(unit.device()));
+  const bool in_place = !reduction.scatters && !goes_on;
+  if (!in_place) {
+    reduction.flat = at::empty({numel}, at::TensorOptions().dtype(dtype).device(unit.device()));
   }
   int64_t offset = 0;
-  for (size_t i = 0; i < reduction->params.size(); ++i) {
-    const Param& param = *reduction->params[i];
+  for (size_t i = 0; i < reduction.params.size(); ++i) {
+    const Param& param = *reduction.params[i];
     const int64_t length = param.layout().length(param.rank());
-    // Alone, the whole gradient is the slice: nothing is copied.
-    args.slices.push_back(view_into(alone ? args.wholes[i] : reduction->flat, dtype, length, alone ? 0 : offset));
+    args.slices.push_back(view_into(in_place ? args.wholes[i] : reduction.flat, dtype, length, in_place ? 0 : offset));
     offset += aligned(length, dtype);
   }
-  const bool all_reduced_later = bucket.replicate_group() != nullptr;
-  args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : reduction->divide_by;
-  reduction->slices = args.slices;
+  const bool all_reduced_later = reduction.replicas() != nullptr;
+  args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : reduction.divide_by;
+  reduction.slices = args.slices;
   if (has_streams(unit.device())) {
-    reduction->wholes.insert(reduction->wholes.end(), args.wholes.begin(), args.wholes.end());
+    reduction.wholes.insert(reduction.wholes.end(), args.wholes.begin(), args.wholes.end());
   }
-  reduction->work = bucket.reduce_group->reduce_scatter(std::move(args), unit.label("reduce gradients"));
-  running_.push_back(std::move(reduction));
-  runtime.unit_changed(unit, EventKind::kReduce);
+  reduction.work = bucket.reduce_group->reduce_scatter(std::move(args), unit.label("reduce gradients"));
+}
+
+// On a device only the reduce stream waits.
+void Reducer::end_reduce_scatter(Reduction& reduction) {
+  const Stream stream = reduction.unit->runtime().reduce_stream();
+  const StreamGuard on_stream(stream);
+  reduction.work->wait();
+  reduction.work.reset();
+  reduction.scattered.record(stream);
+  reduction.has_scattered = true;
+}
+
+void Reducer::start_all_reduce(Reduction& reduction) {
+  Unit& unit = *reduction.unit;
+  end_reduce_scatter(reduction);
+  {
+    const StreamGuard on_stream(unit.runtime().reduce_stream());
+    for (size_t i = 0; i < reduction.params.size(); ++i) {
+      put_off_or_add(*reduction.params[i], reduction.slices[i], /*put_off=*/!reduction.all_reduces);
+    }
+  }
+  if (!reduction.all_reduces) {
+    return;
+  }
+  const Stream stream = unit.runtime().all_reduce_stream();
+  wait_stream(stream, unit.runtime().reduce_stream());
+  const StreamGuard on_stream(stream);
+  const double divide_by = divides_early(reduction.flat.scalar_type()) ? 1 : reduction.divide_by;
+  reduction.work =
+      reduction.replicas()->all_reduce(reduction.flat, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"));
+  if (has_streams(unit.device())) {
+    reduction.work->wait();
+    reduction.work.reset();
+    reduction.reduced.record(stream);
+  }
 }
 
 void Reducer::progress() {
-  if (!running_.empty() && running_.front()->work) {
-    running_.front()->work->done();
+  if (running_.empty()) {
+    return;
+  }
+  // Groups have a queue each: of the two at work on a hybrid mesh, the oldest is in one and the newest in the other.
+  for (auto* work : {running_.front()->work.get(), running_.size() > 1 ? running_.back()->work.get() : nullptr}) {
+    if (work != nullptr) {
+      work->done();
+    }
   }
 }
 
+// [Note: order of all-reduces] An all-reduce across replicas is started and waited for where another reduction is
+// submitted, or at the end of backward: moments in the program, which are the same on all ranks, as the collectives
+// that it shares a communicator with may be (of other meshes' units, of the user). When its reduce-scatter happens to
+// be done is not.
+void Reducer::make_room() {
+  const auto holds_wholes = [](const auto& reduction) { return reduction->holds_wholes; };
+  while (std::count_if(running_.begin(), running_.end(), holds_wholes) >= max_in_flight_) {
+    Reduction& oldest = **std::find_if(running_.begin(), running_.end(), holds_wholes);
+    const bool goes_on = oldest.is_reduced_twice();
+    if (goes_on) {
+      give_up_wholes(oldest);
+    }
+    while (running_.front().get() != &oldest) {
+      finish_oldest();
+    }
+    if (!goes_on) {
+      finish_oldest();
+    }
+  }
+}
+
+// The reduce-scatter has read them. What is left is one slice.
+void Reducer::give_up_wholes(Reduction& reduction) {
+  if (reduction.replicas() == nullptr) {
+    end_reduce_scatter(reduction);
+  } else if (!reduction.has_scattered) {
+    start_all_reduce(reduction);
+  }
+  for (const Stream& stream : reduction.gradient_streams) {
+    reduction.scattered.block(stream);
+  }
+  reduction.wholes.clear();
+  reduction.bytes = 0;
+  reduction.holds_wholes = false;
+}
+
 void Reducer::finish_oldest() {
-  auto oldest = std::move(running_.front());
+  const auto oldest = std::move(running_.front());
   running_.pop_front();
   const tracing::Span span("finish reduction", oldest->unit->display_name());
-  oldest->work->wait();
-  oldest->work.reset();
-  complete(*oldest);
+  if (oldest->holds_wholes) {
+    give_up_wholes(*oldest);
+  }
+  if (oldest->work) {
+    oldest->work->wait();
+  }
+  if (oldest->all_reduces || oldest->replicas() == nullptr) {
+    deliver(*oldest);
+  }
   oldest->unit->runtime().unit_changed(*oldest->unit, EventKind::kReduced);
 }
 
+void Reducer::deliver(Reduction& reduction) {
+  Unit& unit = *reduction.unit;
+  const Stream here = current_stream(unit.device());
+  reduction.scattered.block(here);
+  reduction.reduced.block(here);
+  run_all_reduce_hook(unit, reduction.slices);
+  if (shards_are_pinned_on_host(unit, reduction.params)) {
+    wait_stream(unit.runtime().reduce_stream(), here);
+    start_copies(reduction);
+    return;
+  }
+  for (size_t i = 0; i < reduction.params.size(); ++i) {
+    reduction.params[i]->give_shard_gradient(reduction.slices[i]);
+  }
+}
+
+void Reducer::start_copies(const Reduction& reduction) {
+  const StreamGuard on_stream(reduction.unit->runtime().reduce_stream());
+  for (size_t i = 0; i < reduction.params.size(); ++i) {
+    const auto dtype = reduction.params[i]->shard_dtype();
+    const auto on_host = at::TensorOptions().dtype(dtype).device(c10::kCPU).pinned_memory(true);
+    at::Tensor copy = at::empty(reduction.slices[i].sizes(), on_host);
+    copied_.push_back({reduction.params[i], copy.copy_(reduction.slices[i], /*non_blocking=*/true)});
+  }
+}
+
 void Reducer::finish() {
+  for (const auto& reduction : running_) {
+    if (reduction->holds_wholes && reduction->is_reduced_twice()) {
+      give_up_wholes(*reduction); // all all-reduces are started before one is waited for
+    }
+  }
   while (!running_.empty()) {
     finish_oldest();
   }
 }
 
+void Reducer::deliver_copies() {
+  if (copied_.empty()) {
+    return;
+  }
+  {
+    const WithoutCallersLock no_callers_lock;
+    synchronize(copied_.front().param->unit().runtime().reduce_stream());
+  }
+  for (Copied& copied : std::exchange(copied_, {})) {
+    copied.param->give_shard_gradient(std::move(copied.gradient));
+  }
+}
+
 void Reducer::abandon() {
+  for (const auto& reduction : running_) {
+    let_go(*reduction);
+  }
   running_.clear();
+  copied_.clear();
 }
 
 void Reducer::forget(const Unit& unit) {
-  std::erase_if(running_, [&](const auto& reduction) { return reduction->unit == &unit; });
+  std::erase_if(running_, [&](const auto& reduction) {
+    if (reduction->unit == &unit) {
+      let_go(*reduction);
+      return true;
+    }
+    return false;
+  });
+  std::erase_if(copied_, [&](const Copied& copied) { return &copied.param->unit() == &unit; });
+}
+
+// What was begun may still be read and written: its memory is used again after that.
+void Reducer::let_go(const Reduction& reduction) {
+  const Runtime& runtime = reduction.unit->runtime();
+  wait_stream(runtime.reduce_stream(), runtime.all_reduce_stream());
+  for (const Stream& stream : reduction.gradient_streams) {
+    wait_stream(stream, runtime.reduce_stream());
+  }
 }
 
 int64_t Reducer::bytes_in_flight() const {
@@ -197,34 +390,6 @@ int64_t Reducer::bytes_in_flight() const {
     total += reduction->bytes;
   }
   return total;
-}
-
-void Reducer::complete(Reduction& reduction) {
-  Unit& unit = *reduction.unit;
-  Group* replicas = reduction.bucket->replicate_group();
-  if (replicas != nullptr) {
-    for (size_t i = 0; i < reduction.params.size(); ++i) {
-      auto& partial = reduction.params[i]->partial;
-      if (partial.defined()) {
-        reduction.slices[i].add_(std::exchange(partial, {}));
-      }
-      if (!reduction.all_reduces) {
-        partial = reduction.slices[i];
-      }
-    }
-    if (!reduction.all_reduces) {
-      return;
-    }
-    const double divide_by = divides_early(reduction.slices[0].scalar_type()) ? 1 : reduction.divide_by;
-    const auto tensors = reduction.flat.defined() ? std::vector<at::Tensor>{reduction.flat} : reduction.slices;
-    for (const auto& tensor : tensors) {
-      replicas->all_reduce(tensor, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"))->wait();
-    }
-  }
-  run_all_reduce_hook(unit, reduction.slices);
-  for (size_t i = 0; i < reduction.params.size(); ++i) {
-    reduction.params[i]->give_shard_gradient(reduction.slices[i]);
-  }
 }
 
 } // namespace fsdp::engine

@@ -16,8 +16,9 @@ class Param;
 class Unit;
 
 /// Brings whole gradients to the shards: reduce-scatter, on hybrid meshes all-reduce, division, and into the shard's
-/// gradient. A bounded number of units is in flight; they finish in the order in which they were submitted, which is
-/// the same on all ranks. Not thread safe: the runtime's lock covers it.
+/// gradient. Whole gradients of a bounded number of reductions are in flight, and the slices of one more on hybrid
+/// meshes, whose all-reduce goes on while the next is reduce-scattered. They finish in the order in which they were
+/// submitted, which is the same on all ranks. Not thread safe: the runtime's lock covers it.
 class Reducer {
  public:
   Reducer();
@@ -29,6 +30,8 @@ class Reducer {
   void progress();
   /// Waits for all that was submitted.
   void finish();
+  /// Gives offloaded shards the gradients that are on their way to the host; that is where the host waits for a device.
+  void deliver_copies();
   /// Forgets what is in flight, after a failure.
   void abandon();
   /// The same of one unit, which is about to go.
@@ -48,10 +51,24 @@ class Reducer {
  private:
   struct Reduction;
   void submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype);
+  static void start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype);
+  static void end_reduce_scatter(Reduction& reduction);
+  static void start_all_reduce(Reduction& reduction);
+  void make_room();
+  static void give_up_wholes(Reduction& reduction);
   void finish_oldest();
-  static void complete(Reduction& reduction);
+  void deliver(Reduction& reduction);
+  void start_copies(const Reduction& reduction);
+  static void let_go(const Reduction& reduction);
+
+  /// On its way into page-locked memory; the shard's when backward ends.
+  struct Copied {
+    Param* param;
+    at::Tensor gradient;
+  };
 
   std::deque<std::unique_ptr<Reduction>> running_;
+  std::vector<Copied> copied_;
   int64_t max_in_flight_ = 1; // the bound on memory: docs/decisions.md says what slower ranks add
 };
 

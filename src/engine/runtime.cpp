@@ -21,7 +21,8 @@ namespace fsdp::engine {
 Runtime::Runtime(c10::Device device)
     : device_(device),
       gather_stream_(new_stream(device, /*high_priority=*/true)),
-      reduce_stream_(new_stream(device, /*high_priority=*/true)) {
+      reduce_stream_(new_stream(device, /*high_priority=*/true)),
+      all_reduce_stream_(new_stream(device, /*high_priority=*/true)) {
   tracing::start_if_asked();
 }
 
@@ -86,6 +87,7 @@ void Runtime::adopt(Runtime& other) {
   auto guard = lock();
   InternalScope scope;
   other.reducer_.finish();
+  other.reducer_.deliver_copies();
   in_step_ = in_step_ || other.in_step_;
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   auto self = shared_from_this();
@@ -180,7 +182,11 @@ void Runtime::release_left_behind(
     const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
   const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
-    if (stays(*unit, touched, phase)) {
+    const bool is_touched = std::find(touched.begin(), touched.end(), unit) != touched.end();
+    if (!is_touched) {
+      unit->leave();
+    }
+    if (is_touched || stays(*unit, touched, phase)) {
       continue;
     }
     const bool expected = schedule.known()
@@ -189,7 +195,7 @@ void Runtime::release_left_behind(
     if (expected && !unit->is_private()) {
       unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
     } else {
-      unit->reshard(/*after_forward=*/phase == Phase::kForward);
+      unit->reshard(/*left_in=*/phase);
     }
   }
 }
@@ -398,6 +404,7 @@ void Runtime::end_backward() {
     reduce_what_waits(); // parts that an earlier backward has put off, and that were still on their way
     reducer_.finish();
   }
+  reducer_.deliver_copies();
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     if (unit->policy.reshard_after_backward && unit->held == 0 && !unit->requested) {
       unit->reshard();
@@ -522,10 +529,6 @@ void Runtime::order_gather() {
   } else {
     wait_stream(gather_stream_, current_stream(device_));
   }
-}
-
-void Runtime::order_reduce() {
-  wait_stream(reduce_stream_, current_stream(device_));
 }
 
 void Runtime::unit_changed(Unit& unit, EventKind kind) {

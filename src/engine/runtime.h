@@ -88,7 +88,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// After changes of `UnitPolicy::max_reductions`.
   void bound_reductions();
 
-  // -- streams; on the CPU all three are the one there is
+  // -- streams; on the CPU all of them are the one there is
 
   Stream gather_stream() const {
     return gather_stream_;
@@ -96,14 +96,16 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stream reduce_stream() const {
     return reduce_stream_;
   }
+  /// All-reduces across replicas: the next reduce-scatter need not wait for them.
+  Stream all_reduce_stream() const {
+    return all_reduce_stream_;
+  }
   /// Before a gather starts on the gather stream: it waits for those who wrote shards.
   void order_gather();
   /// Shards are about to be written.
   void shards_change() {
     shards_changed_ = true;
   }
-  /// Before a reduction starts on the reduce stream: it waits for backward so far.
-  void order_reduce();
   void set_post_optim_event(std::shared_ptr<c10::Event> event) {
     post_optim_event_ = std::move(event);
   }
@@ -146,6 +148,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   c10::Device device_;
   Stream gather_stream_;
   Stream reduce_stream_;
+  Stream all_reduce_stream_;
   std::shared_ptr<c10::Event>
       post_optim_event_; // protects shards from being gathered before the optimizer has written them
 

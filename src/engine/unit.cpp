@@ -61,7 +61,11 @@ std::shared_ptr<Unit> Unit::create(UnitSpec spec) {
 }
 
 Unit::Unit(UnitSpec& spec)
-    : device_(spec.device), mesh_(spec.mesh), precision_(spec.precision), offload_(spec.offload) {
+    : on_streams_(has_streams(spec.device)),
+      device_(spec.device),
+      mesh_(spec.mesh),
+      precision_(spec.precision),
+      offload_(spec.offload) {
   set_name(spec.name);
   policy.reshard_after_forward = spec.reshard_after_forward.reshard();
   policy.reshard_to = spec.reshard_after_forward.ranks();
@@ -223,6 +227,7 @@ void Unit::unshard() {
 
 void Unit::wait() {
   if (state_ != UnitState::kArriving) {
+    order_reader();
     return;
   }
   const tracing::Span span("wait for parameters", display_name());
@@ -232,27 +237,51 @@ void Unit::wait() {
     }
   });
   state_ = UnitState::kWhole;
+  note_arrival();
   runtime_->unit_changed(*this, EventKind::kWait);
 }
 
-void Unit::reshard(bool after_forward) {
+void Unit::note_arrival() {
+  if (on_streams_) {
+    const Stream reader = current_stream(device_);
+    arrived_.record(reader);
+    uses_.clear();
+    uses_.begin(reader);
+  }
+}
+
+// Whatever stream was the first to wait for the parameters: others come after their arrival too, not after its work.
+void Unit::order_reader() {
+  if (on_streams_ && state_ == UnitState::kWhole) {
+    const Stream reader = current_stream(device_);
+    if (uses_.begin(reader)) {
+      arrived_.block(reader);
+    }
+  }
+}
+
+void Unit::reshard(std::optional<Phase> left_in) {
   requested = false;
   ahead = GatheredFor::kNobody;
   kept_through_backward = false;
   if (state_ == UnitState::kSharded) {
     return;
   }
-  wait();
+  if (state_ == UnitState::kArriving || !left_in || is_private()) {
+    wait(); // and whoever asks may have used it till now
+  }
   const tracing::Span span("reshard", display_name());
   state_ = UnitState::kSharded;
   std::exception_ptr error;
   try {
-    before_release(after_forward);
+    before_release(left_in);
   } catch (...) {
     error = std::current_exception();
   }
   for (auto& bucket : buckets_) {
-    bucket->release();
+    if (error || bucket->is_private()) {
+      release(*bucket);
+    }
   }
   runtime_->unit_changed(*this, EventKind::kReshard);
   if (error) {
@@ -261,17 +290,17 @@ void Unit::reshard(bool after_forward) {
 }
 
 // Others may wait for what is only read to be released, before they let this rank write.
-void Unit::before_release(bool after_forward) {
+void Unit::before_release(std::optional<Phase> left_in) {
   for (auto& bucket : buckets_) {
     in_place_readers::leave(*bucket->gather_group, *this);
     if (bucket->is_private()) {
       continue;
     }
-    if (after_forward) {
+    if (left_in == Phase::kForward) {
       const StreamGuard on_stream(runtime_->gather_stream());
       bucket->keep_share(label("reshard"));
     }
-    bucket->release();
+    release(*bucket);
   }
   for (auto& bucket : buckets_) {
     if (bucket->is_private()) {
@@ -281,9 +310,27 @@ void Unit::before_release(bool after_forward) {
   }
 }
 
+// The gather stream reuses the memory after the last uses, and not after all that was queued since. What was unpacked
+// lies in memory of the streams that use it.
+void Unit::release(Bucket& bucket) {
+  if (!on_streams_) {
+    bucket.release();
+    return;
+  }
+  const Stream gathers = runtime_->gather_stream();
+  uses_.block(gathers);
+  uses_.join();
+  const StreamGuard on_stream(gathers);
+  bucket.release();
+}
+
 void Unit::make_private(Bucket& bucket) {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
+  if (on_streams_) {
+    uses_.block(current_stream(device_));
+  }
   bucket.make_private();
+  note_arrival();
   in_place_readers::leave(*bucket.gather_group, *this); // it has memory of its own now
 }
 
@@ -306,6 +353,7 @@ void Unit::unshard_as_stored(c10::Device device, bool show) {
     buckets_[i]->expect_writes();
   }
   state_ = UnitState::kWhole;
+  note_arrival();
   runtime_->unit_changed(*this, EventKind::kUnshard);
   runtime_->unit_changed(*this, EventKind::kWait);
 }
@@ -472,6 +520,16 @@ c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
   return dtype == kShardDtype ? param.shard_dtype() : dtype;
 }
 
+void Unit::gradient_on_stream(bool adds) {
+  if (on_streams_) {
+    const Stream stream = current_stream(device_);
+    gradient_streams.begin(stream);
+    if (adds) {
+      gradient_streams.block(stream);
+    }
+  }
+}
+
 bool Unit::awaits_reduction() const {
   return std::any_of(params_.begin(), params_.end(), [this](const auto& param) {
     return param->gradient.defined() || (!reduced && param->takes_part_in_reduction());
@@ -524,6 +582,7 @@ void Unit::reset() {
     param->gradient.reset();
     param->partial.reset();
   }
+  gradient_streams.clear();
   if (std::exchange(held, 0) > 0 && is_private()) { // a write, or a guard, that was broken off
     discard_private();
   }

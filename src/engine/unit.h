@@ -11,6 +11,7 @@
 #include <fsdp/mesh.h>
 #include <fsdp/policy.h>
 
+#include "base/stream.h"
 #include "engine/bucket.h"
 #include "engine/param.h"
 #include "engine/schedule.h"
@@ -137,9 +138,13 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void unshard();
   /// arriving -> whole. The handles have memory when it returns.
   void wait();
-  /// any -> sharded. Private copies are written back first. After a forward a share may be kept for the gather of the
-  /// backward.
-  void reshard(bool after_forward = false);
+  /// any -> sharded. Private copies are written back first. `left_in`: it was left for another unit in this phase, so
+  /// that its last use is known; after a forward a share may be kept for the gather of the backward.
+  void reshard(std::optional<Phase> left_in = std::nullopt);
+  /// Another unit is used from now on: where streams are at work, a release comes after the uses so far.
+  void leave() {
+    uses_.end();
+  }
   /// whole -> whole, but a bucket's memory is writable.
   void make_private(Bucket& bucket);
   /// any -> whole: writable copies in the shards' own dtypes, on `device`. Collective, whatever state each rank's unit
@@ -162,7 +167,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool is_in_use(Phase phase) const {
     const bool listed_is_fetched =
         phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
-    return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && listed_is_fetched;
+    const bool ordered = !on_streams_ || uses_.goes_on(current_stream(device_));
+    return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && listed_is_fetched && ordered;
   }
   /// Whether its gather needs the other ranks.
   bool gathers_together() const {
@@ -211,6 +217,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
     awaiting_ -= last_use_of_param ? 1 : 0;
     ready_ = ready_ || (last_use_of_param && awaiting_ == 0);
   }
+  /// Where streams are at work: a gradient has arrived on the current one. `adds`: to one that may have come on
+  /// another.
+  void gradient_on_stream(bool adds);
+  StreamUses gradient_streams; ///< on which gradients arrived that are not being reduced
   /// All gradients that were expected are in; true once per time that happens.
   bool take_ready() {
     return std::exchange(ready_, false);
@@ -245,12 +255,16 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>
   void or_release(const Gather& gather);
-  void before_release(bool after_forward);
+  void before_release(std::optional<Phase> left_in);
   void choose_reduce_groups();
   void look_for_params_on_meta();
+  void note_arrival();
+  void order_reader();
+  void release(Bucket& bucket);
 
   // What each touch looks at, together; see Param.
   UnitState state_ = UnitState::kSharded;
+  bool on_streams_ = false; // the device has streams
   bool on_meta_ = false; // some parameters are
   bool gathers_together_ = false;
   bool ready_ = false;
@@ -261,6 +275,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   std::shared_ptr<Runtime> runtime_;
   std::vector<std::unique_ptr<Param>> params_;
   std::vector<std::unique_ptr<Bucket>> buckets_;
+  // Where streams are at work: the whole parameters are here; the streams that have used them.
+  fsdp::Event arrived_;
+  StreamUses uses_;
 
   std::string name_;
   std::string display_name_;

@@ -23,7 +23,7 @@ namespace fsdp::testing::queued_device {
 namespace {
 
 constexpr auto kType = c10::kHPU;
-constexpr int kStreams = 16;
+constexpr int kStreams = 64; // so many that a test gets none twice
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
@@ -73,9 +73,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, device, 0);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-    static std::atomic<int> given{0};
+    static std::array<std::atomic<int>, kDevices> given{};
     const auto index = device.has_index() ? device.index() : current_device;
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), 1 + given++ % (kStreams - 1));
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kType, index), 1 + given[index]++ % (kStreams - 1));
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto former = stream_of(stream.device_index());

@@ -1,5 +1,6 @@
 #include "streams/queued_group.h"
 
+#include <array>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
@@ -77,6 +78,12 @@ std::shared_ptr<MeetingPlace> make_meeting_place(int ranks) {
 
 namespace {
 
+// Of each device; only the thread that is its rank comes here.
+std::vector<QueuedCollective>& collectives_of(c10::Device device) {
+  static std::array<std::vector<QueuedCollective>, queued_device::kDevices> of_devices;
+  return of_devices[device.index()];
+}
+
 using WorkPointer = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
@@ -116,14 +123,14 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
   }
 
   WorkPointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions&) override {
-    begin();
+    begin("all-gather");
     gather(output, input);
     return end();
   }
 
   WorkPointer allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions&) override {
-    begin();
+    begin("all-gather");
     for (size_t i = 0; i < outputs.size(); ++i) {
       gather(outputs[i], inputs[i]);
     }
@@ -131,7 +138,7 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
   }
 
   WorkPointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions&) override {
-    begin();
+    begin("reduce-scatter");
     const auto inputs = place_->exchange(getRank(), read(input));
     std::vector<at::Tensor> mine;
     for (const auto& each : inputs) {
@@ -144,7 +151,7 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
 
   WorkPointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     TORCH_CHECK(options.reduceOp == c10d::ReduceOp::SUM);
-    begin();
+    begin("all-reduce");
     const at::Tensor total = sum(place_->exchange(getRank(), read(tensors[0])));
     place_->meet();
     write(tensors[0]).copy_(total);
@@ -152,7 +159,7 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
   }
 
   WorkPointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    begin();
+    begin("broadcast");
     const bool sends = options.rootRank == getRank();
     const auto all = place_->exchange(getRank(), sends ? read(tensors[0]) : write(tensors[0]));
     if (!sends) {
@@ -163,17 +170,19 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
   }
 
   WorkPointer barrier(const c10d::BarrierOptions&) override {
-    begin();
+    begin("barrier");
     place_->meet();
     return end();
   }
 
  private:
-  void begin() {
+  void begin(const char* name) {
     queued_device::block(stream_, queued_device::record(current_stream(device_)));
+    collectives_of(device_).push_back({name, queued_device::record(stream_), {}});
   }
 
   WorkPointer end() {
+    collectives_of(device_).back().end = queued_device::record(stream_);
     return c10::make_intrusive<QueuedWork>(device_, queued_device::record(stream_));
   }
 
@@ -210,6 +219,10 @@ class QueuedProcessGroup final : public c10d::ProcessGroup {
 };
 
 } // namespace
+
+std::vector<QueuedCollective> take_collectives(c10::Device device) {
+  return std::exchange(collectives_of(device), {});
+}
 
 std::shared_ptr<Group> queued_group(
     const std::shared_ptr<MeetingPlace>& place, int rank, int ranks, c10::Device device) {

@@ -15,6 +15,12 @@ void merge(Clock& into, const Clock& from) {
 
 } // namespace
 
+bool comes_after(const Clock& later, const Clock& earlier) {
+  Clock both = later;
+  merge(both, earlier);
+  return both == later;
+}
+
 RaceDetector::RaceDetector(int devices, int streams_per_device) : streams_per_device_(streams_per_device) {
   const Clock start(devices * streams_per_device, 0);
   streams_.assign(devices * streams_per_device, start);
@@ -107,6 +113,14 @@ void RaceDetector::written_by_host(const void* memory, int device, const std::st
   }
 }
 
+void RaceDetector::read_by_host(const void* memory, int device, const std::string& operation) {
+  const std::lock_guard lock(mutex_);
+  const auto found = find(memory);
+  if (found != blocks_.end()) {
+    expect_before(found->second.last_write, hosts_[device], operation);
+  }
+}
+
 Clock RaceDetector::record(int stream) {
   const std::lock_guard lock(mutex_);
   return streams_[stream];
@@ -125,9 +139,7 @@ void RaceDetector::host_waits(int device, const Clock& clock) {
 
 bool RaceDetector::host_has_waited(int device, const Clock& clock) {
   const std::lock_guard lock(mutex_);
-  Clock both = hosts_[device];
-  merge(both, clock);
-  return both == hosts_[device];
+  return comes_after(hosts_[device], clock);
 }
 
 int64_t RaceDetector::waits_of_host() {

@@ -10,6 +10,8 @@ namespace fsdp::testing {
 
 /// What a point in a stream's work comes after: of every stream, how much.
 using Clock = std::vector<int64_t>;
+/// Whether who is at `later` comes after all that `earlier` comes after.
+bool comes_after(const Clock& later, const Clock& earlier);
 
 /// Finds uses of one piece of memory on two streams that nothing puts in order, at least one of them a write: with
 /// vector clocks, so that an order counts only if an event, or a wait of the host, makes it. Thread safe.
@@ -30,8 +32,9 @@ class RaceDetector {
   int stream_of(const void* memory);
   /// Work on `stream` reads or writes the memory.
   void used(const void* memory, bool writes, int stream, const std::string& operation);
-  /// The host itself writes it.
+  /// The host itself writes it, or reads it.
   void written_by_host(const void* memory, int device, const std::string& operation);
+  void read_by_host(const void* memory, int device, const std::string& operation);
 
   Clock record(int stream);
   void block(int stream, const Clock& clock);
