@@ -140,6 +140,35 @@ TEST(C10dForeign, WhatTheOrderCheckThrowsIsAnErrorOfTheGroupsOnAllRanks) {
   });
 }
 
+/// Finds failures while nobody waits, as NCCL's watchdog does.
+class HasAWatchdog final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  c10d::ErrorType getError() override {
+    return found;
+  }
+  inline static auto found = c10d::ErrorType::SUCCESS;
+};
+
+TEST(C10dForeign, WhatTheWatchdogFoundIsAnErrorAtTheNextCollective) {
+  on_processes(3, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto make = [](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
+      return make_gloo<HasAWatchdog>(store, own);
+    };
+    const auto group = Group::from(make_process_group(rendezvous, launch, make));
+    group->barrier(kTest);
+    if (launch.rank == 1) {
+      HasAWatchdog::found = c10d::ErrorType::TIMEOUT;
+    }
+    const auto message = error_message<CommError>([&] { group->barrier(kTest); });
+    EXPECT_TRUE(contains(message, "an earlier collective failed")) << launch.rank; // the others heard
+    EXPECT_THROW(group->barrier(kTest), CommError);
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 /// As Gloo's own split now and then: it never comes back.
 class HangsInSplit final : public Gloo {
  public:

@@ -6,6 +6,7 @@
 #include <fsdp/fsdp.h>
 
 #include "base/stream.h"
+#include "comm/c10d/order_check.h"
 #include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
@@ -81,6 +82,19 @@ void expect_parity_without_races(const Trial& trial, const Arrangement& arrangem
 
 Trial tied() {
   return {.make = [] { return subjects::tied(); }};
+}
+
+TEST(OnStreams, TheOrderCheckDoesNotWaitForTheDevice) {
+  const c10::Device device = queued_device::device(0);
+  const adapter::OrderRecord here{0, "all-reduce", {"test", "here"}, 32}, there{0, "all-reduce", {"test", "there"}, 32};
+  const at::Tensor all = at::cat({here.to_tensor(at::kCPU), there.to_tensor(at::kCPU)}).to(device);
+  const int64_t waits = queued_device::detector().waits_of_host();
+  adapter::OrderRecords records;
+  records.add(all, here.to_tensor(device));
+  EXPECT_EQ(records.find_mismatch(0, 2), "");
+  EXPECT_EQ(queued_device::detector().waits_of_host(), waits);
+  synchronize(current_stream(device));
+  EXPECT_TRUE(contains(records.find_mismatch(0, 2), "'there'"));
 }
 
 TEST(OnStreams, ModelsTrain) {

@@ -10,7 +10,6 @@
 #include "base/format.h"
 #include "base/log.h"
 #include "base/tracing.h"
-#include "comm/c10d/order_check.h"
 #include "comm/timeout.h"
 
 namespace fsdp::adapter {
@@ -55,6 +54,15 @@ bool has_ended(c10d::Work& work) {
     return work.isCompleted();
   } catch (const std::exception&) {
     return true; // badly, as who waits for it is told
+  }
+}
+
+/// What the backend found while nobody waited; nothing from those that do not look.
+std::optional<c10d::ErrorType> error_of(const c10d::ProcessGroup& group) {
+  try {
+    return group.getDefaultBackend()->getError();
+  } catch (const std::exception&) {
+    return std::nullopt;
   }
 }
 
@@ -121,7 +129,8 @@ Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Opt
       control_device_(find_control_device(**process_group_)),
       collectives_(*process_group_, timeout_),
       board_(board_store((*process_group_)->getStore()), rank_, size_),
-      check_order_(options.check_order) {}
+      check_order_(options.check_order),
+      reports_errors_(error_of(**process_group_).has_value()) {}
 
 Channel::~Channel() = default;
 
@@ -161,17 +170,22 @@ void Channel::check_order(const CollectiveId& id, int64_t bytes) {
   if (!checks(id)) {
     return;
   }
-  const OrderRecord mine{id.number, id.collective, id.label, bytes};
-  const at::Tensor sent = mine.to_tensor(control_device_);
+  const OrderRecord record{id.number, id.collective, id.label, bytes};
+  const at::Tensor mine = record.to_tensor(control_device_);
+  const at::Tensor sent = mine.to(control_device_, /*non_blocking=*/true);
   const at::Tensor received = sent.new_empty({size_ * sent.numel()});
   Pending(
       shared_from_this(),
       {id.label, "order check", id.number},
       control_device_,
       collectives_.all_gather(received, sent))
-      .finish();
-  const std::string mismatch = find_mismatch(received.cpu(), rank_, size_);
-  if (!mismatch.empty()) {
+      .block_current_stream();
+  order_records_.add(received, mine);
+  compare_orders(id);
+}
+
+void Channel::compare_orders(const CollectiveId& id) {
+  if (const auto mismatch = order_records_.find_mismatch(rank_, size_); !mismatch.empty()) {
     fail(id, mismatch);
   }
 }
@@ -235,9 +249,13 @@ std::string Channel::describe(const CollectiveId& id) const {
       name_);
 }
 
-void Channel::throw_if_failed(const CollectiveId& id) const {
+void Channel::throw_if_failed(const CollectiveId& id) {
   if (!failure_.empty()) {
     throw CommError(c10::str(describe(id), ": the group has failed before: ", failure_));
+  }
+  compare_orders(id);
+  if (reports_errors_ && error_of(**process_group_) != c10d::ErrorType::SUCCESS) {
+    fail_and_ask(id, "an earlier collective failed, or took too long, and what was computed since is wrong");
   }
 }
 

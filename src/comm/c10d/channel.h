@@ -15,6 +15,7 @@
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/collectives.h"
 #include "comm/c10d/notice_board.h"
+#include "comm/c10d/order_check.h"
 #include "comm/of_this_process.h"
 
 namespace fsdp::adapter {
@@ -121,9 +122,11 @@ class Channel : public std::enable_shared_from_this<Channel> {
       fail_and_ask(id, message_of(error));
     }
   }
-  void throw_if_failed(const CollectiveId& id) const;
+  /// Also if the backend found, since, that an earlier collective failed on the device.
+  void throw_if_failed(const CollectiveId& id);
   bool checks(const CollectiveId& id) const;
   void check_order(const CollectiveId& id, int64_t bytes);
+  void compare_orders(const CollectiveId& id);
   void wait(c10d::Work& work, const CollectiveId& id, c10::Device device);
   void wait_on_host(c10d::Work& work, const CollectiveId& id);
   [[noreturn]] void fail(const CollectiveId& id, const std::string& reason);
@@ -140,6 +143,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
   BufferPool pool_;
   OfThisProcess<NoticeBoard> board_;
   std::optional<bool> check_order_;
+  OrderRecords order_records_;
+  bool reports_errors_; // the backend does
   int64_t started_ = 0; // collectives so far
   std::string failure_; // empty while all is well
 };

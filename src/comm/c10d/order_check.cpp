@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <ATen/ops/empty.h>
@@ -37,6 +38,10 @@ std::string describe(const Wire& wire) {
   return c10::str(wire.operation, unit, " (", wire.collective, ", ", wire.bytes, " bytes, number ", wire.sequence, ")");
 }
 
+at::Tensor host_bytes(int64_t bytes, c10::Device device) {
+  return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(!device.is_cpu()));
+}
+
 } // namespace
 
 at::Tensor OrderRecord::to_tensor(c10::Device device) const {
@@ -46,9 +51,9 @@ at::Tensor OrderRecord::to_tensor(c10::Device device) const {
   store(wire.collective, collective);
   store(wire.operation, label.operation);
   store(wire.unit, label.unit);
-  at::Tensor tensor = at::empty({static_cast<int64_t>(sizeof(Wire))}, at::kByte);
+  at::Tensor tensor = host_bytes(sizeof(Wire), device);
   std::memcpy(tensor.mutable_data_ptr(), &wire, sizeof(Wire));
-  return tensor.to(device);
+  return tensor;
 }
 
 std::string find_mismatch(const at::Tensor& records, int rank, int size) {
@@ -68,6 +73,25 @@ std::string find_mismatch(const at::Tensor& records, int rank, int size) {
       other - wires.begin(),
       " calls ",
       describe(*other));
+}
+
+void OrderRecords::add(const at::Tensor& all, at::Tensor mine) {
+  Records records{
+      .all = all.is_cpu() ? all : host_bytes(all.numel(), all.device()), .mine = std::move(mine), .arrived = {}};
+  if (!all.is_cpu()) {
+    records.all.copy_(all, /*non_blocking=*/true);
+    records.arrived.record(current_stream(all.device()));
+  }
+  records_.push_back(std::move(records));
+}
+
+std::string OrderRecords::find_mismatch(int rank, int size) {
+  std::string mismatch;
+  while (mismatch.empty() && !records_.empty() && records_.front().arrived.query()) {
+    mismatch = adapter::find_mismatch(records_.front().all, rank, size);
+    records_.pop_front();
+  }
+  return mismatch;
 }
 
 } // namespace fsdp::adapter

@@ -1,11 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <string>
 
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/group.h>
+
+#include "base/stream.h"
 
 namespace fsdp::adapter {
 
@@ -16,11 +19,30 @@ struct OrderRecord {
   Label label;
   int64_t bytes;
 
+  /// On the host; page-locked where `device`, to which it goes, needs that for copies that nobody waits for.
   at::Tensor to_tensor(c10::Device device) const;
 };
 
 /// Compares the records of all ranks with this rank's. Names both sides of the first difference; empty if there is
 /// none.
 std::string find_mismatch(const at::Tensor& records, int rank, int size);
+
+/// What all ranks said of the collectives that were started last, on its way from the device: the host does not wait
+/// for it, and so learns of a difference at one of the next collectives. On the CPU it is there at once.
+class OrderRecords {
+ public:
+  /// `all` are complete on the current stream; `mine` is kept as long as they are on their way.
+  void add(const at::Tensor& all, at::Tensor mine);
+  /// The first difference in what has arrived.
+  std::string find_mismatch(int rank, int size);
+
+ private:
+  struct Records {
+    at::Tensor all; // on the host
+    at::Tensor mine; // a copy of it may still be running
+    Event arrived;
+  };
+  std::deque<Records> records_;
+};
 
 } // namespace fsdp::adapter
