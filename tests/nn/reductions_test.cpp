@@ -62,7 +62,7 @@ struct Layers {
   }
   Line backward() {
     line.clear();
-    layers->forward(torch::full({2, width}, rank() + 1)).sum().backward();
+    layers->forward(torch::full({2, width}, rank() + 1.0)).sum().backward();
     return line;
   }
 
