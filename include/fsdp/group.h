@@ -128,8 +128,9 @@ class FSDP_API Group {
   /// True if gathering moves no bytes between ranks, so that keeping a smaller copy around would gain nothing.
   virtual bool gathers_in_place() const = 0;
 
-  /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them with
-  /// no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes. Collective.
+  /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them
+  /// with no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes.
+  /// Collective.
   virtual void begin_unseen_writes(const Label&) {}
   virtual void end_unseen_writes() {}
 

@@ -189,9 +189,10 @@ void Runtime::release_left_behind(
     if (is_touched || stays(*unit, touched, phase)) {
       continue;
     }
-    const bool expected = schedule.known()
-        ? std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit->number(); })
-        : unit == before; // units touched in turns must not thrash
+    const bool expected =
+        schedule.known()
+            ? std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit->number(); })
+            : unit == before; // units touched in turns must not thrash
     if (expected && !unit->is_private()) {
       unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
     } else {

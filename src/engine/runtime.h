@@ -50,8 +50,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
   /// Whether an operator of this thread belongs to a step, else to an evaluation.
   static bool trains(Phase phase);
-  /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is learned,
-  /// and nothing follows: one rank may look at it alone.
+  /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is
+  /// learned, and nothing follows: one rank may look at it alone.
   void touch(const TouchedUnits& units, Phase phase);
   /// Whether no shard can have been written since it was gathered, except by operators.
   bool sees_all_writes() const {

@@ -165,8 +165,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   GatheredFor ahead = GatheredFor::kNobody;
   /// Whether a touch has nothing to do.
   bool is_in_use(Phase phase) const {
-    const bool listed_is_fetched =
-        phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
+    const bool listed_is_fetched = phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
     const bool ordered = !on_streams_ || uses_.goes_on(current_stream(device_));
     return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && listed_is_fetched && ordered;
   }

@@ -10,16 +10,15 @@ namespace fsdp::shm {
 
 /// The times in which ranks write their slices with no word to anybody, as kernels do that another compiler has made.
 ///
-/// [Note: unseen writes] Such a time is a write phase of its own, beside those that writers announce. All ranks enter it
-/// when backward has ended, after which nobody reads in place what is about to be written. A rank is through when the
-/// program says so, when it announces a write after all, when its next backward begins, or when a gather finds its slices
-/// changed; a gather after that waits for the others to be through. A rank whose slices are as they were has not begun:
-/// it may look at parameters alone. Who has no slices has nothing to write, and goes by the others. Same thread safety as
-/// Members.
+/// [Note: unseen writes] Such a time is a write phase of its own, beside those that writers announce. All ranks enter
+/// it when backward has ended, after which nobody reads in place what is about to be written. A rank is through when
+/// the program says so, when it announces a write after all, when its next backward begins, or when a gather finds its
+/// slices changed; a gather after that waits for the others to be through. A rank whose slices are as they were has not
+/// begun: it may look at parameters alone. Who has no slices has nothing to write, and goes by the others. Same thread
+/// safety as Members.
 class UnseenWrites {
  public:
-  explicit UnseenWrites(Members& members)
-      : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
+  explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
 
   /// Memory of this rank's slices, which may be written.
   void watch(const char* memory, size_t bytes);
