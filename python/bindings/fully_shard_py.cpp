@@ -47,6 +47,7 @@ void bind_fully_shard(py::module_& m) {
       .def_property_readonly("name", &FSDPModule::name)
       .def("unshard", &FSDPModule::unshard, py::arg("async_op"), NoGil())
       .def("reshard", &FSDPModule::reshard, NoGil())
+      .def("note_shard_writes", &FSDPModule::note_shard_writes, NoGil())
       .def("reset_iter_state", &FSDPModule::reset_iter_state, NoGil())
       .def("set_is_last_backward", &FSDPModule::set_is_last_backward)
       .def("set_requires_gradient_sync", &FSDPModule::set_requires_gradient_sync)

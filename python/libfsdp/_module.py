@@ -86,6 +86,13 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Frees the whole parameters. Not recursive."""
         self._get_fsdp_state().unit.reshard()
 
+    def note_shard_writes(self) -> None:
+        """Call it before shards are written by what no operator shows (numpy, a kernel of another library, an address).
+
+        Not needed between the end of a backward and the next step, where optimizers write. For the whole model. Collective.
+        """
+        self._get_fsdp_state().unit.note_shard_writes()
+
     def reset_iter_state(self) -> None:
         """After an exception in the middle of a forward or backward: forgets the broken step. Call it on the root."""
         self._get_fsdp_state().unit.reset_iter_state()

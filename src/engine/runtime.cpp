@@ -202,8 +202,7 @@ void Runtime::release_left_behind(
 }
 
 bool Runtime::stays(const Unit& unit, const TouchedUnits& touched, Phase phase) {
-  if (unit.held > 0 || unit.requested || unit.prefetched ||
-      std::find(touched.begin(), touched.end(), &unit) != touched.end()) {
+  if (unit.held > 0 || unit.requested || unit.prefetched) {
     return true;
   }
   const bool contains_touched =
@@ -340,7 +339,6 @@ void Runtime::begin_backward() {
       unit->expect_gradients(graph, /*nested=*/false);
     }
   }
-  end_unseen_writes();
   const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backward_);
   if (CheckpointBackward::active()) {
     CheckpointBackward::at_end([end] { end->run(); });
@@ -354,7 +352,9 @@ void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
   const BackwardGraph graph = BackwardGraph::current();
   InternalScope scope;
   begin_backward();
-  gradients_arrived_ = true;
+  if (!std::exchange(gradients_arrived_, true)) {
+    end_unseen_writes(); // the optimizer has long written
+  }
   Unit& unit = param.unit();
   if (graph.id() != graph_) {
     unit.expect_gradients(graph, /*nested=*/true);
@@ -445,7 +445,7 @@ void Runtime::open_for_unseen_writes() {
     }
   }
   for (Unit* unit : units_) {
-    if (unit != nullptr && unit->offloaded()) { // the host may write while a copy to the device is under way
+    if (unit != nullptr && unit->offloaded() && has_streams(device_)) { // a copy to the device may be under way
       for (const auto& bucket : unit->buckets()) {
         bucket->begin_write(*unit);
       }

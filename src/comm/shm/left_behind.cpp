@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <c10/util/Exception.h>
 #include <sys/mman.h>
 #include <unistd.h>
 

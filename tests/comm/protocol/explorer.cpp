@@ -1,3 +1,4 @@
+#include "comm/shm/errands.h"
 #include "comm/protocol/explorer.h"
 
 #include <cxxabi.h>
@@ -88,7 +89,7 @@ std::string name_of(size_t offset) {
       {offset_of(&RankSlot::published), "published"},
       {offset_of(&RankSlot::opened), "opened"},
       {offset_of(&RankSlot::closed), "closed"},
-      {offset_of(&RankSlot::looked), "looked"},
+      {offset_of(&RankSlot::heard), "heard"},
       {offset_of(&RankSlot::reading), "reading"}};
   const auto found = names.find(offset);
   return found != names.end() ? found->second : "field at " + std::to_string(offset);
@@ -328,6 +329,7 @@ void Explorer::body(Fiber& fiber) {
 }
 
 void Explorer::run_once() {
+  shm::Errands::of_rank(/*is_thread=*/false); // of this process, so that no rank gets those of the run before
   ++result_.runs;
   mode_ = Mode::kSettingUp;
   fibers_.resize(static_cast<size_t>(options_.ranks));

@@ -106,6 +106,14 @@ bool has_ended(int32_t pid, uint64_t) {
 std::string process_space() {
   return "explored";
 }
+std::shared_ptr<const WatchedProcess> WatchedProcess::of(int32_t pid, uint64_t started) {
+  return std::make_shared<const WatchedProcess>(pid, started);
+}
+WatchedProcess::WatchedProcess(int32_t pid, uint64_t started) : pid_(pid), started_(started), descriptor_(-1) {}
+WatchedProcess::~WatchedProcess() = default;
+bool WatchedProcess::ended() const {
+  return descriptor_ < 0 && has_ended(pid_, started_);
+}
 
 } // namespace fsdp
 

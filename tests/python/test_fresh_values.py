@@ -1,0 +1,226 @@
+"""What is read is what was written last, whether or not an operator showed the write; and a rank that looks at parameters
+alone disturbs nobody."""
+
+import ctypes
+import io
+import os
+import shutil
+import sysconfig
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness import on_ranks
+from libfsdp import _mesh, fully_shard
+from subjects import check_same, loss_of, mine, reference_backward, rows, seeded, shard_with
+
+RATE = 0.125  # a power of two: products with it are exact, however they are computed
+WIDTH = 6  # which 2 and 3 ranks share evenly
+
+
+class Stack(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
+
+
+def some_ranks_are_slower(step):
+    if step % dist.get_world_size() == dist.get_rank():
+        time.sleep(0.02)
+
+
+def additions_have_one_order():
+    return dist.get_world_size() == 2 or _mesh._shared_memory
+
+
+def check(make_step, make=Stack, steps=6, evaluates=False, **options):
+    """Training with steps that `make_step(model)` makes is training of the unsharded model with an ordinary optimizer, to
+    the last bit; over Gloo with three ranks, which add in another order, to what float32 rounds."""
+    tolerance = dict(rtol=0, atol=0) if additions_have_one_order() else dict(rtol=1e-5, atol=1e-6)
+    reference, model = seeded(make), shard_with(fully_shard, seeded(make), **options)
+    ordinary, write = torch.optim.SGD(reference.parameters(), lr=RATE), make_step(model)
+    for step in range(steps):
+        batch = rows(step, WIDTH)
+        loss, expected = (loss_of(each, mine(batch)).detach() for each in (model, reference))
+        torch.testing.assert_close(loss, expected, msg=lambda text: f"loss {step}: {text}", **tolerance)
+        loss_of(model, mine(batch)).backward()
+        reference_backward(reference, loss_of, batch)
+        some_ranks_are_slower(step)
+        write()
+        ordinary.step()
+        if evaluates:
+            with torch.no_grad():
+                result, expected = (each(mine(batch)) for each in (model, reference))
+            torch.testing.assert_close(result, expected, msg=lambda text: f"evaluation {step}: {text}", **tolerance)
+        model.zero_grad(), reference.zero_grad()
+    check_same(model, reference, exact=additions_have_one_order())
+
+
+# Ways to the memory of a shard.
+
+
+def numpy_of_local(parameter):
+    return parameter.detach().to_local().numpy()
+
+
+def numpy_behind_the_dtensor(parameter):
+    return parameter._local_tensor.detach().numpy()
+
+
+def address(parameter):
+    local = parameter._local_tensor
+    values = (ctypes.c_float * local.numel()).from_address(local.data_ptr())
+    return np.frombuffer(values, np.float32).reshape(local.shape)
+
+
+WAYS = pytest.mark.parametrize("way", [numpy_of_local, numpy_behind_the_dtensor, address])
+
+
+def written_by(way):
+    def make_step(model):
+        def step():
+            for parameter in model.parameters():
+                values = way(parameter)
+                values -= np.float32(RATE) * parameter.grad.to_local().numpy()
+
+        return step
+
+    return make_step
+
+
+@WAYS
+@on_ranks(2, 3)
+def test_steps_that_no_operator_shows(way):
+    check(written_by(way))
+    check(written_by(way), reshard_after_forward=False)
+
+
+@WAYS
+@on_ranks(2, 3)
+def test_an_evaluation_after_a_step_that_no_operator_shows(way):
+    check(written_by(way), evaluates=True)
+
+
+def can_compile():
+    headers = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return os.path.exists(headers) and any(map(shutil.which, [os.environ.get("CXX", "g++"), "g++", "clang++"]))
+
+
+def compiled(model):
+    from torch._inductor import config
+
+    config.compile_threads = 1  # no processes beside this one
+    return torch.compile(torch.optim.SGD(model.parameters(), lr=RATE).step, backend="inductor")
+
+
+@pytest.mark.skipif(not can_compile(), reason="torch.compile needs a C++ compiler and Python's headers")
+@on_ranks(2)
+def test_a_step_that_was_compiled(request_compiled=None):
+    check(compiled)
+
+
+@on_ranks(2, 3)
+def test_collectives_on_shards():
+    world, rank = dist.get_world_size(), dist.get_rank()
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(world)))
+    for layer in (*model, model):
+        fully_shard(layer)
+    x = torch.ones(1, WIDTH)
+
+    def shards():
+        return [parameter.detach().to_local() for parameter in model.parameters()]
+
+    def values():
+        """Of each layer's weight, from each rank's piece."""
+        return torch.cat([layer(x) / WIDTH for layer in model]).view(world, world, -1).mean(-1).tolist()
+
+    def gather():
+        own = shards()
+        dist.all_gather(own, torch.full_like(own[0], rank + 1.0))
+
+    def later(collective, *arguments):
+        for work in [collective(shard, *arguments, async_op=True) for shard in shards()]:
+            work.wait()
+
+    ranks, last = range(world), world - 1
+    total = [[world * (world + 1) / 2] * world] * world
+    collectives = {
+        "all_reduce": (lambda: [dist.all_reduce(shard) for shard in shards()], total),
+        "all_reduce later": (lambda: later(dist.all_reduce), total),
+        "broadcast": (lambda: [dist.broadcast(shard, last) for shard in shards()], [[world] * world] * world),
+        "broadcast later": (lambda: later(dist.broadcast, last), [[world] * world] * world),
+        "all_gather": (gather, [[each + 1] * world for each in ranks]),
+    }
+    with torch.no_grad():
+        for step, (name, (collective, expected)) in enumerate([*collectives.items()] * 3):
+            for shard in shards():
+                shard.fill_(rank + 1)
+            assert values() == [[each + 1 for each in ranks]] * world, f"before {name}"
+            some_ranks_are_slower(step)
+            collective()
+            assert values() == expected, name
+
+
+def saved(parameter):
+    file = io.BytesIO()
+    torch.save(parameter._local_tensor, file)
+    file.seek(0)
+    return torch.load(file).numpy()
+
+
+@pytest.mark.parametrize("way", [numpy_of_local, numpy_behind_the_dtensor, address, saved])
+@on_ranks(2)
+def test_a_shard_has_at_once_what_was_written_through_its_module(way):
+    model = fully_shard(nn.Linear(WIDTH, WIDTH))
+    with torch.no_grad():
+        for value in (7, 8):
+            model.weight.fill_(value)
+            model.bias.add_(1).fill_(value)
+            for name, parameter in model.named_parameters():
+                assert (way(parameter) == value).all(), (name, value)
+
+
+@WAYS
+@on_ranks(2, 3)
+def test_announced_writes_between_evaluations(way):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    for layer in (model[0], model):
+        fully_shard(layer)
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        for value in range(1, 6):
+            model(x)
+            model.note_shard_writes()
+            some_ranks_are_slower(value)
+            for parameter in model.parameters():
+                way(parameter)[...] = value
+            hidden = WIDTH * value + value
+            expected = torch.full_like(x, WIDTH * value * hidden + value)
+            assert torch.equal(model(x), expected), value
+
+
+class Looks(Stack):
+    """One rank alone reads what is whole."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+            if isinstance(layer, nn.Linear) and dist.get_rank() == 0:
+                with torch.no_grad():
+                    x = x + 0 * layer.weight.norm()
+        return x
+
+
+@on_ranks(2, 3)
+def test_one_rank_looks_within_a_forward():
+    def ordinary(model):
+        return torch.optim.SGD(model.parameters(), lr=RATE).step
+
+    check(ordinary, Looks)
+    check(ordinary, Looks, evaluates=True)
+    check(ordinary, Looks, reshard_after_forward=False)
