@@ -363,9 +363,15 @@ bool Unit::is_private() const {
 }
 
 void Unit::write_back(const Param& param) {
-  if (param.bucket().is_private()) {
-    runtime_->shards_change();
+  if (!param.bucket().is_private()) {
+    return;
+  }
+  runtime_->shards_change();
+  try {
     param.bucket().write_back(*this, param);
+  } catch (...) { // nobody is to read what the shards do not have
+    discard_private();
+    throw;
   }
 }
 
