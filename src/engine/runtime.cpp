@@ -90,6 +90,7 @@ void Runtime::adopt(Runtime& other) {
   other.reducer_.deliver_copies();
   in_step_ = in_step_ || other.in_step_;
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
+  awaits_step_ = awaits_step_ || other.awaits_step_;
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
@@ -406,9 +407,16 @@ void Runtime::end_backward() {
     reducer_.finish();
   }
   reducer_.deliver_copies();
-  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
+  const std::vector<Unit*> left(unsharded_);
+  for (Unit* unit : left) {
     if (unit->policy.reshard_after_backward && unit->held == 0 && !unit->requested) {
       unit->reshard();
+    }
+    if (unit->offloaded() && has_streams(device_)) { // the host may write: no copy of its shards may be under way
+      unit->wait();
+      for (const auto& bucket : unit->buckets()) {
+        bucket->begin_write(*unit);
+      }
     }
   }
   const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
@@ -433,7 +441,7 @@ void Runtime::end_backward() {
 // an address, do not. So from the end of a backward on, until the next step begins, shards count as written: no rank
 // reads them in place any more, and what is gathered then comes after whatever the program did.
 void Runtime::open_for_unseen_writes() {
-  unseen_writes_ = shards_changed_ = true;
+  unseen_writes_ = awaits_step_ = shards_changed_ = true;
   std::vector<std::pair<Group*, const Unit*>> written; // with a unit for errors to name
   for (const Unit* unit : std::exchange(delivered_, {})) {
     for (const auto& bucket : unit->buckets()) {
@@ -441,13 +449,6 @@ void Runtime::open_for_unseen_writes() {
       const bool known = std::any_of(written.begin(), written.end(), [&](const auto& w) { return w.first == group; });
       if (group != nullptr && !known) {
         written.emplace_back(group, unit);
-      }
-    }
-  }
-  for (Unit* unit : units_) {
-    if (unit != nullptr && unit->offloaded() && has_streams(device_)) { // a copy to the device may be under way
-      for (const auto& bucket : unit->buckets()) {
-        bucket->begin_write(*unit);
       }
     }
   }
@@ -464,10 +465,11 @@ void Runtime::open_for_unseen_writes() {
 }
 
 void Runtime::begin_step(bool certainly) {
-  if (!unseen_writes_) {
+  if (!(certainly ? awaits_step_ : unseen_writes_)) {
     return;
   }
   unseen_writes_ = false;
+  awaits_step_ = awaits_step_ && !certainly;
   shards_changed_ = true;
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     const bool stays = unit->requested || (unit->kept_through_backward && !certainly);
@@ -497,7 +499,7 @@ void Runtime::expect_unseen_writes() {
       unit->expect_unseen_writes();
     }
   }
-  unseen_writes_ = true;
+  unseen_writes_ = awaits_step_ = true;
 }
 
 void Runtime::reset() {

@@ -53,9 +53,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is
   /// learned, and nothing follows: one rank may look at it alone.
   void touch(const TouchedUnits& units, Phase phase);
-  /// Whether no shard can have been written since it was gathered, except by operators.
+  /// Whether no shard can have been written since it was gathered, except by operators; as far as touches tell.
   bool sees_all_writes() const {
     return !unseen_writes_;
+  }
+  /// Whether a step is to begin, which only `begin_step` with certainty ends.
+  bool awaits_step() const {
+    return awaits_step_;
   }
   /// Shards may have been written by what no operator shows: the next gathers come after that.
   void expect_unseen_writes();
@@ -163,6 +167,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool any_gathers_together_ = false;
   bool shards_changed_ = true; // since the last gather
   bool unseen_writes_ = false; // possible since backward has ended, or the program said so
+  bool awaits_step_ = false; // since then
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   bool in_step_ = false;
   bool backward_queued_ = false;

@@ -52,7 +52,7 @@ void note_call(const FSDPModule& module) {
   }
   auto& runtime = module.unit()->runtime();
   runtime.follow_requires_grad();
-  if (c10::GradMode::is_enabled() && !runtime.sees_all_writes()) {
+  if (c10::GradMode::is_enabled() && runtime.awaits_step()) {
     WithoutCallersLock no_callers_lock;
     auto lock = runtime.lock();
     engine::InternalScope scope;

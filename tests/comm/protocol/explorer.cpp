@@ -1,5 +1,5 @@
-#include "comm/shm/errands.h"
 #include "comm/protocol/explorer.h"
+#include "comm/shm/errands.h"
 
 #include <cxxabi.h>
 #include <algorithm>
@@ -627,6 +627,9 @@ Place Explorer::place_of(const void* address) const {
     }
     if (found.offset >= offset_of(&RankSlot::doing)) {
       return Place::kQuiet; // words for people
+    }
+    if (found.offset == offset_of(&RankSlot::heard)) {
+      return Place::kQuiet; // looked at only beside `waits_for`, when nothing else is left to wait for
     }
     if (found.offset == offset_of(&RankSlot::bell)) {
       return Place::kBell;
