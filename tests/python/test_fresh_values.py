@@ -38,11 +38,25 @@ def additions_have_one_order():
     return dist.get_world_size() == 2 or _mesh._shared_memory
 
 
-def check(make_step, make=Stack, steps=6, evaluates=False, **options):
+def shard_blocks(model):
+    return shard_with(fully_shard, model)
+
+
+def shard_and_keep(model):
+    return shard_with(fully_shard, model, reshard_after_forward=False)
+
+
+def shard_and_keep_after_backward(model):
+    model = shard_blocks(model)
+    model.set_reshard_after_backward(False)
+    return model
+
+
+def check(make_step, make=Stack, shard=shard_blocks, steps=6, evaluates=False):
     """Training with steps that `make_step(model)` makes is training of the unsharded model with an ordinary optimizer, to
     the last bit; over Gloo with three ranks, which add in another order, to what float32 rounds."""
     tolerance = dict(rtol=0, atol=0) if additions_have_one_order() else dict(rtol=1e-5, atol=1e-6)
-    reference, model = seeded(make), shard_with(fully_shard, seeded(make), **options)
+    reference, model = seeded(make), shard(seeded(make))
     ordinary, write = torch.optim.SGD(reference.parameters(), lr=RATE), make_step(model)
     for step in range(steps):
         batch = rows(step, WIDTH)
@@ -97,13 +111,24 @@ def written_by(way):
 @on_ranks(2, 3)
 def test_steps_that_no_operator_shows(way):
     check(written_by(way))
-    check(written_by(way), reshard_after_forward=False)
+    check(written_by(way), shard=shard_and_keep)
 
 
 @WAYS
 @on_ranks(2, 3)
 def test_an_evaluation_after_a_step_that_no_operator_shows(way):
     check(written_by(way), evaluates=True)
+
+
+@WAYS
+@on_ranks(2)
+def test_steps_that_no_operator_shows_where_parameters_stay_whole(way):
+    def announced(model):
+        write = written_by(way)(model)
+        return lambda: (model.note_shard_writes(), write())
+
+    check(written_by(way), shard=shard_and_keep_after_backward)
+    check(announced, shard=shard_and_keep_after_backward, evaluates=True)
 
 
 def can_compile():
@@ -204,20 +229,28 @@ def test_announced_writes_between_evaluations(way):
             assert torch.equal(model(x), expected), value
 
 
-class Looks(Stack):
-    """One rank alone reads what is whole."""
+class Looks(nn.Sequential):
+    """One rank alone reads what is whole: the first layer, after another one's turn."""
 
-    def __init__(self):
-        super().__init__()
-        self.seen = []
+    def __init__(self, after, always):
+        super().__init__(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        self.after, self.always = after, always
 
     def forward(self, x):
-        for layer in self:
-            x = layer(x)
-            if isinstance(layer, nn.Linear) and dist.get_rank() == 0:
+        looks = dist.get_rank() == 0 and (self.always or torch.is_grad_enabled())
+        for number, layer in enumerate(self):
+            x = torch.tanh(layer(x))
+            if looks and number == self.after:
                 with torch.no_grad():
-                    self.seen.append(layer.weight.norm().item())
+                    self[0].weight.norm().item()
         return x
+
+
+def keep_the_first(model):
+    fully_shard(model[0], reshard_after_forward=False)
+    for part in (model[1], model[2], model):
+        fully_shard(part)
+    return model
 
 
 @on_ranks(2, 3)
@@ -225,6 +258,7 @@ def test_one_rank_looks_within_a_forward():
     def ordinary(model):
         return torch.optim.SGD(model.parameters(), lr=RATE).step
 
-    check(ordinary, Looks)
-    check(ordinary, Looks, evaluates=True)
-    check(ordinary, Looks, reshard_after_forward=False)
+    for after in range(4):
+        for always in (True, False):
+            for evaluates in (True, False):
+                check(ordinary, lambda: Looks(after, always), keep_the_first, evaluates=evaluates)

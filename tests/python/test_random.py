@@ -40,9 +40,19 @@ def linear(width):
     return nn.Linear(width, width)
 
 
+def look_at(layer, x):
+    """One rank alone reads what all have just used."""
+    y = F.linear(x, layer.weight)
+    if dist.get_rank() == 0:
+        with torch.no_grad():
+            layer.weight.norm().item()
+    return y
+
+
 LAYERS = {
     "linear": (linear, lambda layer, x: layer(x)),
     "its weight alone": (linear, lambda layer, x: F.linear(x, layer.weight)),
+    "its weight alone, and rank 0 looks": (linear, look_at),
     "its weight in two pieces": (
         linear,
         lambda layer, x: torch.cat([x @ piece.t() for piece in layer.weight.split(2)], -1) + layer.bias.unsqueeze(0),
@@ -168,6 +178,26 @@ class Interrupted(Exception):
     pass
 
 
+class PastAllOperators:
+    """An optimizer that is given the memory of the shards, of which the engine sees nothing."""
+
+    def __init__(self, make, parameters):
+        self.parameters = list(parameters)
+        self.memory = [nn.Parameter(torch.empty_like(each.to_local())) for each in self.parameters]
+        self.optimizer = make(self.memory)
+        self.state_dict, self.load_state_dict = self.optimizer.state_dict, self.optimizer.load_state_dict
+
+    def step(self):
+        for memory, parameter in zip(self.memory, self.parameters):
+            memory.data = torch.from_numpy(parameter.detach().to_local().numpy())
+            memory.grad = None if parameter.grad is None else parameter.grad.to_local()
+        self.optimizer.step()
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
 class Trial:
     """One model, trained for some steps beside its unsharded twin, with something else in between."""
 
@@ -178,6 +208,8 @@ class Trial:
         torch.manual_seed(self.seed)
         self.make()
         self.set_some()
+        self.past_operators = self.draw.random() < 0.4
+        self.note("past all operators:", self.past_operators)
         self.make_optimizers()
         between = [self.evaluate, self.interrupt, self.copy, self.load, self.freeze_or_thaw]
         between += [self.write, self.replace, self.unshard]
@@ -210,7 +242,8 @@ class Trial:
         draw, model = self.draw, self.model
         self.zeros, self.divisor = draw.random() < 0.2, draw.choice([None, None, 3.0])
         model.set_reduce_scatter_unused_params(self.zeros)
-        model.set_reshard_after_backward(draw.random() < 0.8)
+        self.stays_whole = draw.random() >= 0.8
+        model.set_reshard_after_backward(not self.stays_whole)
         model.set_reduce_scatter_max_input_buffers(draw.choice([1, 2, 3]))
         model.set_separate_reduce_scatter_group(draw.random() < 0.2)
         for unit in self.units():
@@ -223,7 +256,8 @@ class Trial:
     def make_optimizers(self):
         kind = self.draw.choice([dict(foreach=False), dict(foreach=True), dict(fused=True)])
         make = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2, **kind)
-        self.optimizer, self.reference_optimizer = make(self.model.parameters()), make(self.reference.parameters())
+        ours = functools.partial(PastAllOperators, make) if self.past_operators else make
+        self.optimizer, self.reference_optimizer = ours(self.model.parameters()), make(self.reference.parameters())
 
     def keep_optimizers(self):
         """For other parameters of the same values."""
@@ -321,6 +355,8 @@ class Trial:
             clip = self.draw.choice([clip_grad_norm_, nn.utils.clip_grad_norm_])
             norms = clip(self.model.parameters(), 0.01), nn.utils.clip_grad_norm_(self.reference.parameters(), 0.01)
             torch.testing.assert_close(*(whole(norm).item() for norm in norms), **self.tolerance)
+        if self.past_operators and self.stays_whole:
+            self.model.note_shard_writes()  # what stays whole may be read again in an evaluation
         self.optimizer.step(), self.reference_optimizer.step()
         self.check_same({name: (p.detach(), q.detach()) for name, p, q in self.pairs()})
         self.optimizer.zero_grad(), self.reference_optimizer.zero_grad()

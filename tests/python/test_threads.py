@@ -67,6 +67,7 @@ def test_a_write_that_waits_lets_other_threads_run():
         "dtensor": lambda: parameter.add_(1.0),
         "foreach": lambda: torch._foreach_mul_([parameter], 2.0),
         "local": lambda: parameter.to_local().add_(1.0),
+        "announced": model.note_shard_writes,
     }
     with torch.no_grad():
         for name, write in writes.items():
