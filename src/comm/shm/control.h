@@ -46,7 +46,7 @@ struct alignas(64) RankSlot {
   std::atomic<uint32_t> bell;
   std::atomic<int32_t> wakes_for; // whose changes have to ring
   std::atomic<int32_t> waits_for; // the rank that it cannot go on without
-  std::atomic<uint32_t> heard; // the last ring after which it still had to wait
+  std::atomic<uint32_t> heard; // one more than the last ring after which it still had to wait; 0 before that
   std::atomic<Presence> presence;
   int32_t pid;
   uint64_t started; // tells the process from a later one of the same pid

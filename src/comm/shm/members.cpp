@@ -55,7 +55,7 @@ std::string seconds(milliseconds time) {
 class Asleep {
  public:
   Asleep(RankSlot& slot, int peer, bool wake_for_anybody) : slot_(slot) {
-    slot_.heard.store(slot_.bell.load() - 1);
+    slot_.heard.store(0);
     slot_.waits_for.store(peer + 1);
     slot_.wakes_for.store(wake_for_anybody ? RankSlot::kAnybody : peer + 1);
   }
@@ -152,7 +152,7 @@ void Members::await_asleep(int peer, const Label& label, const Come& come) {
     if (come(peer)) {
       return;
     }
-    mine_->heard.store(bell);
+    mine_->heard.store(bell + 1);
     if (errands_->advance(errand_)) {
       continue;
     }

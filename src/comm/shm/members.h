@@ -93,7 +93,7 @@ class Members {
   /// Whether a rank sleeps until this one does something that it has not done yet.
   bool waits_for_this_rank(int other) const {
     const RankSlot& slot = control_->ranks[other];
-    return slot.waits_for.load() == rank() + 1 && slot.heard.load() == slot.bell.load();
+    return slot.waits_for.load() == rank() + 1 && slot.heard.load() == slot.bell.load() + 1;
   }
   /// Waits until all other ranks have `come`.
   template <typename Come>

@@ -629,7 +629,7 @@ Place Explorer::place_of(const void* address) const {
       return Place::kQuiet; // words for people
     }
     if (found.offset == offset_of(&RankSlot::heard)) {
-      return Place::kQuiet; // looked at only beside `waits_for`, when nothing else is left to wait for
+      return Place::kElsewhere; // counts rings, as the bell does
     }
     if (found.offset == offset_of(&RankSlot::bell)) {
       return Place::kBell;
