@@ -10,7 +10,6 @@
 #include "base/tracing.h"
 #include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
-#include "engine/in_place_readers.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
@@ -454,13 +453,12 @@ void Runtime::open_for_unseen_writes() {
   }
   WithoutCallersLock no_callers_lock;
   for (const auto& [group, unit] : written) {
-    in_place_readers::stop(*group);
     group->begin_unseen_writes(unit->label("end of backward"));
   }
   for (Unit* unit : unsharded_) {
     unit->wait();
     unit->requested = false;
-    unit->kept_through_backward = true;
+    unit->kept_through_backward = unit->gathers_together(); // else to gather it again costs nothing
   }
 }
 
@@ -472,7 +470,7 @@ void Runtime::begin_step(bool certainly) {
   awaits_step_ = awaits_step_ && !certainly;
   shards_changed_ = true;
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
-    const bool stays = unit->requested || (unit->kept_through_backward && !certainly);
+    const bool stays = unit->requested || unit->kept_through_backward; // as the program wants it
     if (!stays && unit->held == 0) {
       unit->reshard();
     }

@@ -127,7 +127,7 @@ def test_steps_that_no_operator_shows_where_parameters_stay_whole(way):
         write = written_by(way)(model)
         return lambda: (model.note_shard_writes(), write())
 
-    check(written_by(way), shard=shard_and_keep_after_backward)
+    check(announced, shard=shard_and_keep_after_backward)
     check(announced, shard=shard_and_keep_after_backward, evaluates=True)
 
 
