@@ -287,7 +287,8 @@ TEST_P(Processes, ModelsOfOtherKindsTrainInSharedMemory) {
 double memory_of_ranks(const std::string& mapping = "") {
   malloc_trim(0);
   barrier();
-  const at::Tensor sum = torch::full({1}, proportional_mebibytes(mapping), torch::kDouble);
+  const double mine = mapping.empty() ? proportional_mebibytes_of_no_file() : proportional_mebibytes(mapping);
+  const at::Tensor sum = torch::full({1}, mine, torch::kDouble);
   default_mesh().group()->all_reduce(sum, ReduceOp::kSum, 1, {"sum memory", ""})->wait();
   return sum.item<double>();
 }
