@@ -219,7 +219,7 @@ void Bucket::write_back(const Unit& unit, const Param& param) {
 }
 
 void Bucket::write_back(size_t index) {
-  const Param& param = *params_[index];
+  Param& param = *params_[index];
   const at::Tensor& whole = private_[index];
   const auto& layout = param.layout();
   if (param.on_meta() || param.shard_was_replaced()) { // what users have put there is newer
@@ -234,6 +234,7 @@ void Bucket::write_back(size_t index) {
     written = at::where(written.eq(shard.to(written.scalar_type())), shard, written.to(shard.scalar_type()));
   }
   shard.copy_(written);
+  param.values_change();
 }
 
 void Bucket::begin_write(const Unit& unit) {

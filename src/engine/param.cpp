@@ -215,7 +215,7 @@ void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
   Tenant* tenant = owned.get();
   auto hollow = make_keyed_tensor(std::move(owned), nullptr, geometry);
   handle_storages_.push_back({hollow.storage().unsafeGetStorageImpl(), tenant, why_hollow()});
-  tensor.set_data(hollow);
+  take_data(tensor, hollow);
   hollow.reset();
   set_part(handle_storages_.size() - 1, nullptr);
 }
@@ -351,6 +351,17 @@ void Param::adopt_replacement() {
   leave_shard_storage();
   end_watching();
   shard_ = std::move(replacement);
+}
+
+void Param::give_memory(c10::Device device) {
+  InternalScope scope;
+  take_data(shard_, at::empty_strided(shard_sizes_, shard_strides_, shard_.options().device(device)));
+}
+
+void Param::values_change() {
+  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
+    handle.unsafeGetTensorImpl()->bump_version();
+  }
 }
 
 void Param::end_watching() {

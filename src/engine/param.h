@@ -53,9 +53,6 @@ class alignas(64) Param {
   c10::ScalarType gathered_dtype() const {
     return gathered_;
   }
-  void set_gathered_dtype(c10::ScalarType dtype) {
-    gathered_ = dtype;
-  }
   int64_t gathered_bytes() const;
   /// Turns `tensor` (and whoever shares its TensorImpl) into the handle: full shape, hollow.
   void become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device);
@@ -108,6 +105,10 @@ class alignas(64) Param {
   bool on_meta() const {
     return shard_.is_meta();
   }
+  /// Then: memory without values.
+  void give_memory(c10::Device device);
+  /// The shard is about to have other values: no graph may go on with what it has saved of the handle.
+  void values_change();
   /// This rank's piece of a whole tensor, copied.
   at::Tensor piece_of(const at::Tensor& whole) const;
   void show_as(std::shared_ptr<ShownShard> shown);

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include <c10/core/TensorOptions.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "engine/param.h"
 
@@ -43,6 +44,17 @@ Param* param_of(const at::Tensor& tensor) {
 bool is_handle(const at::Tensor& tensor) {
   const Tenant* tenant = tenant_of(tensor);
   return tenant != nullptr && tenant->role == Role::kHandle;
+}
+
+void take_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (tensor.device().type() == data.device().type()) {
+    tensor.set_data(data);
+    return;
+  }
+  if (auto* autograd = torch::autograd::impl::get_autograd_meta(tensor)) {
+    autograd->grad_accumulator_.reset(); // which is for the former device
+  }
+  tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
 at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry) {

@@ -47,6 +47,9 @@ struct TensorGeometry {
   c10::Device device;
 };
 
+/// As `set_data`, which refuses data of another kind of device (of the meta device, say).
+void take_data(const at::Tensor& tensor, const at::Tensor& data);
+
 /// A keyed tensor over `memory` (null: hollow), which it does not own. The storage owns `tenant`.
 at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry);
 

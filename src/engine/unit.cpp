@@ -116,11 +116,7 @@ void Unit::add_params(UnitSpec& spec) {
         *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
     Param& param = *params_.back();
     bucket.add(&param, param_spec.placement.extension);
-    if (param.on_meta()) { // a tensor of another device cannot become the handle: that is made when it is asked for
-      param.set_gathered_dtype(bucket.gathered_dtype(param.shard_dtype()));
-    } else {
-      param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
-    }
+    param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
     param_spec.tensor.reset();
   }
   for (auto& bucket : buckets_) {
@@ -459,6 +455,7 @@ void Unit::before_shard_write(Param& param) {
     reshard();
   }
   runtime_->shards_change();
+  param.values_change();
   param.bucket().begin_write(*this);
 }
 
@@ -476,6 +473,9 @@ void Unit::expect_unseen_writes() {
     reshard();
   }
   runtime_->shards_change();
+  for (auto& param : params_) {
+    param->values_change();
+  }
   for (auto& bucket : buckets_) {
     bucket->begin_write(*this);
   }

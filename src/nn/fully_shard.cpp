@@ -70,12 +70,25 @@ void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
       mesh.str());
 }
 
-// Ranks that shard different models would wait for one another, or mix up their parameters.
+std::string text_of(std::optional<c10::ScalarType> dtype) {
+  return dtype ? c10::toString(*dtype) : "unset";
+}
+
+std::string text_of(const ReshardAfterForward& policy) {
+  const auto reshard = policy.reshard();
+  return policy.ranks() ? std::to_string(*policy.ranks()) : !reshard ? "unset" : *reshard ? "true" : "false";
+}
+
+// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters.
 void check_same_everywhere(const engine::UnitSpec& spec) {
   Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
   std::ostringstream mine;
+  mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype) << ", reduce_dtype "
+       << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward " << text_of(spec.reshard_after_forward)
+       << ", " << (spec.offload ? "offloaded" : "not offloaded") << "\n";
   for (const auto& param : spec.params) {
-    mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << "\n";
+    mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension "
+         << param.placement.dim << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
   }
   const auto other = engine::find_other_text(group, mine.str(), {"fully_shard", spec.name});
   FSDP_CHECK(
@@ -84,11 +97,11 @@ void check_same_everywhere(const engine::UnitSpec& spec) {
       group.rank(),
       " and rank ",
       other->rank,
-      " shard different parameters:\n",
+      " shard differently:\n",
       mine.str(),
       "against\n",
       other->text,
-      "Build the same model on every rank");
+      "Build the same model on every rank, and give the same options");
 }
 
 /// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
@@ -314,7 +327,6 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
         module->name(),
         "): call it once, children before parents");
     views.push_back(view_of(*module));
-    check_materialized(views.back().slots);
   }
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());

@@ -14,6 +14,7 @@
 #include <fsdp/front_end.h>
 #include <fsdp/fsdp.h>
 
+#include "engine/tenant.h"
 #include "support/ranks.h"
 
 /// Sharded training beside the unsharded training of the same model, which adds the ranks' gradients in rank order.
@@ -43,6 +44,7 @@ struct Trial {
   Accumulate accumulate = Accumulate::kNone;
   int steps = 10;
   bool shard_parts = true;
+  bool from_meta = false; ///< sharded without values, which it gets afterwards
   /// Called with the sharded root before training.
   std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
   std::function<void(Subject&, FSDPModule&, int step)> before_step = nullptr;
@@ -250,16 +252,49 @@ inline void expect_gradients(
   }
 }
 
+/// Parameters and buffers lose their values, which are returned.
+inline NamedTensors move_to_meta(torch::nn::Module& module) {
+  const c10::AutoGradMode no_grad(false);
+  NamedTensors values;
+  const auto move = [&](const std::string& name, const at::Tensor& tensor) {
+    values[name] = tensor.detach().clone();
+    engine::take_data(tensor, torch::empty_like(tensor, tensor.options().device(torch::kMeta)));
+  };
+  for (const auto& item : module.named_parameters()) {
+    move(item.key(), item.value());
+  }
+  for (const auto& item : module.named_buffers()) {
+    move(item.key(), item.value());
+  }
+  return values;
+}
+
+inline void materialize(torch::nn::Module& module, const NamedTensors& values) {
+  to_empty(module);
+  const c10::AutoGradMode no_grad(false);
+  const auto guard = summon_full_params(module);
+  for (auto& item : module.named_parameters()) {
+    item.value().copy_(values.at(item.key()));
+  }
+  for (auto& item : module.named_buffers()) {
+    item.value().copy_(values.at(item.key()));
+  }
+}
+
 /// The sharded run, on the calling rank, against the reference.
 inline void train_sharded(const Trial& trial, const Reference& reference) {
   Subject subject = make_seeded(trial);
   barrier(); // nobody draws random numbers before all have their weights
+  const NamedTensors values = trial.from_meta ? move_to_meta(*subject.module) : NamedTensors();
   if (trial.shard_parts) {
     for (auto& part : subject.parts) {
       fully_shard(*part, trial.options);
     }
   }
   auto root = fully_shard(*subject.module, trial.options);
+  if (trial.from_meta) {
+    materialize(*subject.module, values);
+  }
   if (trial.prepare) {
     trial.prepare(subject, root);
   }
