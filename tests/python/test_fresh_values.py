@@ -262,3 +262,42 @@ def test_one_rank_looks_within_a_forward():
         for always in (True, False):
             for evaluates in (True, False):
                 check(ordinary, lambda: Looks(after, always), keep_the_first, evaluates=evaluates)
+
+
+@on_ranks(4, comm=("gloo",))
+def test_a_share_that_an_evaluation_kept_does_not_outlive_a_step_that_no_operator_shows():
+    reference, model = seeded(Stack), shard_with(fully_shard, seeded(Stack), reshard_after_forward=2)
+    ordinary, write = torch.optim.SGD(reference.parameters(), lr=RATE), written_by(numpy_of_local)(model)
+    for step in range(3):
+        batch = rows(step, WIDTH)
+        loss = loss_of(model, mine(batch))
+        torch.testing.assert_close(loss, loss_of(reference, mine(batch)), msg=lambda text: f"loss {step}: {text}")
+        loss.backward()
+        reference_backward(reference, loss_of, batch)
+        with torch.no_grad():
+            model(mine(batch))
+        write()
+        ordinary.step()
+        model.zero_grad(), reference.zero_grad()
+
+
+@on_ranks(2)
+def test_a_step_that_no_operator_shows_after_a_call_of_another_root():
+    reference, model, other = seeded(Stack), shard_blocks(seeded(Stack)), shard_blocks(seeded(Stack))
+    ordinary, write = torch.optim.SGD(reference.parameters(), lr=RATE), written_by(numpy_of_local)(model)
+    for step in range(6):
+        batch = rows(step, WIDTH)
+        loss, expected = loss_of(model, mine(batch)), loss_of(reference, mine(batch))
+        torch.testing.assert_close(loss, expected, rtol=0, atol=0, msg=lambda text: f"loss {step}: {text}")
+        loss.backward()
+        reference_backward(reference, loss_of, batch)
+        others_loss = loss_of(other, mine(batch))
+        some_ranks_are_slower(step)
+        write()
+        ordinary.step()
+        with torch.no_grad():
+            result, expected = (each(mine(batch)) for each in (model, reference))
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, msg=lambda text: f"after step {step}: {text}")
+        others_loss.backward()
+        for each in (model, reference, other):
+            each.zero_grad()

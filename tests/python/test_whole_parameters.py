@@ -217,3 +217,15 @@ def test_optimizers_that_take_products_over_all_parameters():
             theirs.step(lambda: close(theirs, lambda: loss_of_doubles(reference, batch), False))
             for p, q in zip(model.parameters(), reference.parameters(), strict=True):
                 torch.testing.assert_close(whole(p), q, rtol=1e-8, atol=1e-8)
+
+
+@on_ranks(1, 2)
+def test_what_was_written_to_it_stays_when_its_gradient_is_asked_for():
+    model = fully_shard(nn.Linear(4, 4))
+    model(torch.ones(1, 4)).sum().backward()
+    with torch.no_grad():
+        model.weight.fill_(7)
+    with pytest.raises(RuntimeError, match="gradient of a sharded parameter's handle"):
+        model.weight.grad.norm()
+    assert (whole(dict(model.named_parameters())["weight"]) == 7).all()
+    assert (model.weight == 7).all()

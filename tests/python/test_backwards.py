@@ -1,0 +1,101 @@
+"""Backwards within backwards, of some parameters only, and after a write: as without sharding."""
+
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from harness import on_ranks
+from libfsdp import fully_shard
+from subjects import check_same, loss_of, recorded, seeded
+
+WIDTH = 4
+
+
+def linears(count):
+    return (nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+
+class Segments(nn.Sequential):
+    """Each layer a checkpoint with a backward of its own within the backward."""
+
+    first = 0
+
+    def forward(self, x):
+        for layer in list(self)[self.first :]:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+def backward(model):
+    loss_of(model, torch.ones(2, WIDTH, requires_grad=True)).backward()
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_of_one_unit_are_reduced_together():
+    model = fully_shard(seeded(lambda: Segments(*linears(3))))
+    backward(model)
+    counts = recorded(lambda: backward(model))
+    for event in ("gather", "start reduction"):
+        assert counts[event] == {"(root)": 1}, (event, counts[event])
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_of_units_that_stay_whole_gather_once():
+    model = seeded(lambda: Segments(*linears(3)))
+    for part in (*model, model):
+        fully_shard(part, reshard_after_forward=False)
+    backward(model)
+    assert recorded(lambda: backward(model))["gather"] == {"0": 1, "1": 1, "2": 1}
+
+
+@on_ranks(2, comm=("shm",))
+def test_ranks_with_different_reentrant_checkpoints_reduce_unused_parameters_alike():
+    os.environ["FSDP_TIMEOUT"] = "8"
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=8))
+    model = fully_shard(seeded(lambda: Segments(*linears(2))), mesh=DeviceMesh.from_group(group, "cpu"))
+    model.set_reduce_scatter_unused_params(True)
+    Segments.first = 1 - dist.get_rank()
+    for _ in range(3):
+        backward(model)
+
+
+def stack():
+    return nn.Sequential(*linears(3))
+
+
+def sharded_stack():
+    model = seeded(stack)
+    for layer in (*model, model):
+        fully_shard(layer)
+    return model
+
+
+@pytest.mark.parametrize("sharded", (False, True))
+@on_ranks(1, 2)
+def test_a_step_between_forward_and_backward_is_an_error(sharded):
+    model = sharded_stack() if sharded else seeded(stack)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    backward(model)
+    loss = loss_of(model, torch.ones(2, WIDTH))
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@on_ranks(1, 2)
+def test_a_backward_whose_inputs_are_the_registered_parameters_loses_no_gradient():
+    """It brings them, or it says that it cannot."""
+    model, reference = sharded_stack(), seeded(stack)
+    for each in (model, reference):
+        try:
+            loss_of(each, torch.ones(2, WIDTH)).backward(inputs=list(each.parameters()))
+        except RuntimeError:
+            assert each is model
+            return
+    check_same(model, reference, what="gradients")

@@ -1,0 +1,74 @@
+"""One rank alone reads parameters that are whole: no rank may issue another collective for it."""
+
+import datetime
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness import on_ranks
+from libfsdp import MixedPrecisionPolicy, fully_shard
+from subjects import loss_of, mine, rows, seeded
+
+WIDTH = 4
+CASTS = MixedPrecisionPolicy(param_dtype=torch.bfloat16)  # over shared memory, gathers need all ranks then
+
+
+def stack():
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+
+def impatient():
+    """Of all ranks, that wait for one another for a few seconds only."""
+    os.environ["FSDP_TIMEOUT"] = "8"
+    ranks = list(range(dist.get_world_size()))
+    return DeviceMesh.from_group(dist.new_group(ranks, timeout=datetime.timedelta(seconds=8)), "cpu")
+
+
+def sharded(**options):
+    model, mesh = seeded(stack), impatient()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh, mp_policy=CASTS, **options)
+    return model
+
+
+def look_at(layer):
+    if dist.get_rank() == 0:
+        layer.weight.norm().item()
+
+
+@on_ranks(2)
+def test_at_what_was_unsharded_for_it():
+    model = sharded()
+    with torch.no_grad():
+        results = [model(torch.ones(2, WIDTH)) for _ in range(3)]
+        model[1].unshard()
+        look_at(model[1])
+        model[1].reshard()
+        assert torch.equal(model(torch.ones(2, WIDTH)), results[0])
+
+
+@on_ranks(2)
+def test_after_an_evaluation_before_the_next_step():
+    for records in (False, True):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(4):
+            loss_of(model, mine(rows(step, WIDTH))).backward()
+            optimizer.step()
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+            with torch.set_grad_enabled(records):
+                look_at(model[3])
+
+
+@on_ranks(2)
+def test_in_backward_at_a_unit_that_has_a_prefetch_list():
+    model = sharded(reshard_after_forward=False)
+    model[0].set_reshard_after_forward(True)
+    model[2].set_modules_to_backward_prefetch([model[0]])
+    model[3].weight.register_hook(lambda _: look_at(model[2]))
+    for step in range(3):
+        loss_of(model, mine(rows(step, WIDTH))).backward()
