@@ -9,7 +9,7 @@
 
 #include "base/caller.h"
 #include "base/check.h"
-#include "engine/in_place_readers.h"
+#include "engine/group_users.h"
 #include "engine/put_together.h"
 #include "engine/unit.h"
 
@@ -58,7 +58,7 @@ bool Bucket::has_values() const {
 }
 
 void Bucket::settle(const Unit& unit) {
-  in_place_readers::stop(*gather_group);
+  group_users::stop_readers(*gather_group);
   drop_share();
   std::vector<Piece> pieces;
   for (const Param* param : params_) {
@@ -239,7 +239,7 @@ void Bucket::write_back(size_t index) {
 
 void Bucket::begin_write(const Unit& unit) {
   drop_share(); // of the former value
-  in_place_readers::stop(*gather_group);
+  group_users::stop_readers(*gather_group);
   home_->begin_write(unit.label("write shards"));
 }
 

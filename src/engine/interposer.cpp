@@ -139,35 +139,6 @@ void see_shard(Param& param, bool written, Call& call) {
   }
 }
 
-/// What a shard held before this thread's last write to its handle, if that has had a gradient. An optimizer that was
-/// built too early decays a handle before it reads the gradient, and is refused only then.
-struct FormerValue {
-  std::weak_ptr<Unit> unit;
-  const Param* param = nullptr;
-  at::Tensor shard;
-};
-thread_local FormerValue former_value;
-
-void remember(Param& param) {
-  former_value = {};
-  if (param.handle().grad().defined()) {
-    former_value = {param.unit().weak_from_this(), &param, param.shard().detach().clone()};
-  }
-}
-
-void undo_last_write(const Param& param) {
-  const FormerValue former = std::exchange(former_value, {});
-  const auto unit = former.unit.lock();
-  if (unit && former.param == &param && unit->is_private() && unit->held == 0) {
-    WithoutCallersLock no_callers_lock;
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
-    unit->discard_private();
-    unit->before_shard_write(const_cast<Param&>(param));
-    param.shard().detach().copy_(former.shard);
-  }
-}
-
 // What an operator has written to handles reaches the shards at once: whoever looks at their memory finds it there.
 void keep_writes(Call& call) {
   if (call.written.empty() || call.traits.writes_later) {
@@ -181,17 +152,13 @@ void keep_writes(Call& call) {
     auto lock = unit.runtime().lock();
     InternalScope scope;
     if (unit.held == 0) { // else a guard decides what becomes of it
-      remember(*param);
       unit.write_back(*param);
     }
   }
 }
 
-[[noreturn]] void refuse_gradient(Call& call, const Param* param) {
+[[noreturn]] void refuse_gradient(Call& call) {
   call.let_go();
-  if (param != nullptr) {
-    undo_last_write(*param);
-  }
   fail(
       "[",
       call.name,
@@ -207,7 +174,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
-      refuse_gradient(call, tenant->param);
+      refuse_gradient(call);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
@@ -265,7 +232,9 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
 }
 
 bool is_in_use(const Unit& unit, Phase phase) {
-  return unit.is_in_use(phase) && (unit.runtime().sees_all_writes() || !Runtime::trains(phase));
+  const Runtime& runtime = unit.runtime();
+  return unit.is_in_use(phase) && (runtime.sees_all_writes() || !Runtime::trains(phase)) &&
+         (phase == Phase::kForward || runtime.in_backward());
 }
 
 void touch(Call& call) {

@@ -442,7 +442,6 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
     gradient = gradient.to(shard_.device(), shard_.scalar_type());
   }
-  unit_.runtime().gradient_delivered(unit_);
   UserScope scope;
   shown_->give_gradient(std::move(gradient));
 }

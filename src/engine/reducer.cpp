@@ -261,15 +261,15 @@ void Reducer::progress() {
 void Reducer::make_room() {
   const auto holds_wholes = [](const auto& reduction) { return reduction->holds_wholes; };
   while (std::count_if(running_.begin(), running_.end(), holds_wholes) >= max_in_flight_) {
-    Reduction& oldest = **std::find_if(running_.begin(), running_.end(), holds_wholes);
-    const bool goes_on = oldest.is_reduced_twice();
+    Reduction* oldest = std::find_if(running_.begin(), running_.end(), holds_wholes)->get();
+    const bool goes_on = oldest->is_reduced_twice();
     if (goes_on) {
-      give_up_wholes(oldest);
+      give_up_wholes(*oldest);
     }
-    while (running_.front().get() != &oldest) {
+    while (!running_.empty() && running_.front().get() != oldest) { // a user's function may let go of its model
       finish_oldest();
     }
-    if (!goes_on) {
+    if (!goes_on && !running_.empty()) {
       finish_oldest();
     }
   }
@@ -292,6 +292,7 @@ void Reducer::give_up_wholes(Reduction& reduction) {
 
 void Reducer::finish_oldest() {
   const auto oldest = std::move(running_.front());
+  const auto keep_alive = oldest->unit->shared_from_this(); // users' functions may let go of it
   running_.pop_front();
   const tracing::Span span("finish reduction", oldest->unit->display_name());
   if (oldest->holds_wholes) {
@@ -318,8 +319,22 @@ void Reducer::deliver(Reduction& reduction) {
     return;
   }
   for (size_t i = 0; i < reduction.params.size(); ++i) {
-    reduction.params[i]->give_shard_gradient(reduction.slices[i]);
+    deliver(*reduction.params[i], reduction.slices[i]);
   }
+}
+
+void Reducer::deliver(Param& param, at::Tensor gradient) {
+  param.unit().runtime().gradient_delivered(param.unit());
+  deliveries_.push_back({param.unit().shared_from_this(), &param, std::move(gradient)});
+}
+
+std::optional<Reducer::Delivery> Reducer::next_delivery() {
+  if (deliveries_.empty()) {
+    return std::nullopt;
+  }
+  Delivery next = std::move(deliveries_.front());
+  deliveries_.pop_front();
+  return next;
 }
 
 void Reducer::start_copies(const Reduction& reduction) {
@@ -352,7 +367,7 @@ void Reducer::deliver_copies() {
     synchronize(copied_.front().param->unit().runtime().reduce_stream());
   }
   for (Copied& copied : std::exchange(copied_, {})) {
-    copied.param->give_shard_gradient(std::move(copied.gradient));
+    deliver(*copied.param, std::move(copied.gradient));
   }
 }
 
@@ -362,6 +377,7 @@ void Reducer::abandon() {
   }
   running_.clear();
   copied_.clear();
+  deliveries_.clear();
 }
 
 void Reducer::forget(const Unit& unit) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -32,6 +33,13 @@ class Reducer {
   void finish();
   /// Gives offloaded shards the gradients that are on their way to the host; that is where the host waits for a device.
   void deliver_copies();
+  /// A gradient on its way to its shard. Users' functions run when it gets there, hence without the runtime's lock.
+  struct Delivery {
+    std::shared_ptr<Unit> unit; // which they may let go of
+    Param* param;
+    at::Tensor gradient;
+  };
+  std::optional<Delivery> next_delivery();
   /// Forgets what is in flight, after a failure.
   void abandon();
   /// The same of one unit, which is about to go.
@@ -58,6 +66,7 @@ class Reducer {
   static void give_up_wholes(Reduction& reduction);
   void finish_oldest();
   void deliver(Reduction& reduction);
+  void deliver(Param& param, at::Tensor gradient);
   void start_copies(const Reduction& reduction);
   static void let_go(const Reduction& reduction);
 
@@ -69,6 +78,7 @@ class Reducer {
 
   std::deque<std::unique_ptr<Reduction>> running_;
   std::vector<Copied> copied_;
+  std::deque<Delivery> deliveries_;
   int64_t max_in_flight_ = 1; // the bound on memory: docs/decisions.md says what slower ranks add
 };
 

@@ -4,12 +4,14 @@
 #include <utility>
 
 #include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/function.h>
 
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/tracing.h"
 #include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
+#include "engine/group_users.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
@@ -25,7 +27,11 @@ Runtime::Runtime(c10::Device device)
   tracing::start_if_asked();
 }
 
-Runtime::~Runtime() = default;
+Runtime::~Runtime() {
+  for (const auto& group : written_unseen_) {
+    group_users::forget_unseen_writes(*group);
+  }
+}
 
 // Who has the lock may need the caller's lock: the one who waits must not hold it.
 std::unique_lock<std::recursive_mutex> Runtime::lock() {
@@ -87,9 +93,12 @@ void Runtime::adopt(Runtime& other) {
   InternalScope scope;
   other.reducer_.finish();
   other.reducer_.deliver_copies();
+  other.deliver_gradients();
   in_step_ = in_step_ || other.in_step_;
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   awaits_step_ = awaits_step_ || other.awaits_step_;
+  const auto written = std::exchange(other.written_unseen_, {});
+  written_unseen_.insert(written_unseen_.end(), written.begin(), written.end());
   auto self = shared_from_this();
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
@@ -111,12 +120,21 @@ bool Runtime::trains(Phase phase) {
 // [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
-// that for which it was gathered.
+// that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor in
+// the hooks of a backward, which run between its nodes.
+bool Runtime::is_look(const Unit& unit, Phase phase, bool training) {
+  if (unit.state() == UnitState::kSharded) {
+    return false;
+  }
+  const bool in_hook = phase == Phase::kBackward && torch::autograd::get_current_node() == nullptr;
+  return in_hook || (!training && unit.ahead == GatheredFor::kWhoeverComes);
+}
+
 bool Runtime::is_first_touch(const Unit& unit, bool training) const {
   if (unit.state() == UnitState::kSharded || (training && unit.ahead != GatheredFor::kNobody)) {
     return true;
   }
-  return unit.ahead == GatheredFor::kEvaluation || (unit.ahead == GatheredFor::kWhoeverComes && !in_step_);
+  return unit.ahead == GatheredFor::kEvaluation;
 }
 
 // Where some gathers need all ranks and others do not, ranks may differ in the latter.
@@ -134,7 +152,9 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   if (phase == Phase::kBackward) {
     begin_backward();
   }
-  if (training) {
+  const bool gathers = std::any_of(
+      units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
+  if (training && (gathers || !calls_are_noted_)) {
     begin_step(/*certainly=*/false);
   }
   const Unit* before = last_;
@@ -142,6 +162,13 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   TouchedUnits fetching; // those whose list is due
   bool any_first = false;
   for (Unit* unit : units) {
+    if (is_look(*unit, phase, training)) {
+      if (!training && !in_step_) { // what it was unsharded for
+        unit->requested = false;
+        unit->ahead = GatheredFor::kNobody;
+      }
+      continue;
+    }
     const bool first = is_first_touch(*unit, training);
     if (phase == Phase::kBackward ? !std::exchange(unit->used_in_backward, true) : first) {
       fetching.push_back(unit);
@@ -348,6 +375,25 @@ void Runtime::begin_backward() {
 }
 
 void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
+  take_gradient(param, handle);
+  deliver_gradients();
+}
+
+// Users' functions may wait for another thread, which may need the lock.
+void Runtime::deliver_gradients() {
+  const InternalScope scope;
+  while (true) {
+    auto guard = lock();
+    const auto next = reducer_.next_delivery();
+    guard.unlock();
+    if (!next) {
+      return;
+    }
+    next->param->give_shard_gradient(next->gradient);
+  }
+}
+
+void Runtime::take_gradient(Param& param, const at::Tensor& handle) {
   auto guard = lock();
   const BackwardGraph graph = BackwardGraph::current();
   InternalScope scope;
@@ -397,6 +443,11 @@ void Runtime::reduce_what_waits() {
 }
 
 void Runtime::end_backward() {
+  finish_backward();
+  deliver_gradients();
+}
+
+void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
   reduce_what_waits();
@@ -441,19 +492,17 @@ void Runtime::end_backward() {
 // reads them in place any more, and what is gathered then comes after whatever the program did.
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
-  std::vector<std::pair<Group*, const Unit*>> written; // with a unit for errors to name
+  end_unseen_writes(); // of an earlier backward, if no step has begun since
+  WithoutCallersLock no_callers_lock;
   for (const Unit* unit : std::exchange(delivered_, {})) {
     for (const auto& bucket : unit->buckets()) {
-      Group* group = bucket->reads_in_place() ? bucket->gather_group.get() : nullptr;
-      const bool known = std::any_of(written.begin(), written.end(), [&](const auto& w) { return w.first == group; });
-      if (group != nullptr && !known) {
-        written.emplace_back(group, unit);
+      const auto& group = bucket->gather_group;
+      const auto& known = written_unseen_;
+      if (bucket->reads_in_place() && std::find(known.begin(), known.end(), group) == known.end()) {
+        written_unseen_.push_back(group);
+        group_users::begin_unseen_writes(*group, unit->label("end of backward"));
       }
     }
-  }
-  WithoutCallersLock no_callers_lock;
-  for (const auto& [group, unit] : written) {
-    group->begin_unseen_writes(unit->label("end of backward"));
   }
   for (Unit* unit : unsharded_) {
     unit->wait();
@@ -463,6 +512,7 @@ void Runtime::open_for_unseen_writes() {
 }
 
 void Runtime::begin_step(bool certainly) {
+  calls_are_noted_ = calls_are_noted_ || certainly;
   if (!(certainly ? awaits_step_ : unseen_writes_)) {
     return;
   }
@@ -475,16 +525,19 @@ void Runtime::begin_step(bool certainly) {
       unit->reshard();
     }
   }
+  for (Unit* unit : units_) {
+    if (unit != nullptr) {
+      unit->drop_shares();
+    }
+  }
   if (certainly) {
     end_unseen_writes();
   }
 }
 
 void Runtime::end_unseen_writes() {
-  for (const Unit* unit : units_) {
-    for (size_t i = 0; unit != nullptr && i < unit->buckets().size(); ++i) {
-      unit->buckets()[i]->gather_group->end_unseen_writes();
-    }
+  for (const auto& group : std::exchange(written_unseen_, {})) {
+    group_users::end_unseen_writes(*group);
   }
 }
 

@@ -74,6 +74,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool in_step() const {
     return in_step_;
   }
+  /// Whether a backward has reached a unit and is not over.
+  bool in_backward() const {
+    return backward_queued_;
+  }
   void gradient_arrived(Param& param, const at::Tensor& handle);
   /// A shard has got its gradient: an optimizer may be about to step.
   void gradient_delivered(Unit& unit);
@@ -132,7 +136,11 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
  private:
   void begin_backward();
+  void take_gradient(Param& param, const at::Tensor& handle);
+  void finish_backward();
+  void deliver_gradients();
   bool takes_note(const Unit& unit, bool training) const;
+  static bool is_look(const Unit& unit, Phase phase, bool training);
   bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
   static bool stays(const Unit& unit, const TouchedUnits& touched, Phase phase);
@@ -168,7 +176,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool shards_changed_ = true; // since the last gather
   bool unseen_writes_ = false; // possible since backward has ended, or the program said so
   bool awaits_step_ = false; // since then
+  bool calls_are_noted_ = false; // the program says when a step begins
   std::vector<Unit*> delivered_; // whose shards got gradients since then
+  std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
   bool in_step_ = false;
   bool backward_queued_ = false;
   int graph_ = -1; // that backward goes through

@@ -55,9 +55,8 @@ std::vector<Schedule::Touch> Schedule::upcoming(size_t count) const {
     return touches;
   }
   const int current = recorded_.empty() ? -1 : recorded_.back().unit;
-  const size_t end = expected_.size() + (repeats_ ? next_ : 0);
-  for (size_t i = next_; i < end && touches.size() < count; ++i) {
-    const Touch& touch = expected_[i % expected_.size()];
+  for (size_t i = next_; i < expected_.size() && touches.size() < count; ++i) {
+    const Touch& touch = expected_[i];
     const bool known = std::any_of(touches.begin(), touches.end(), [&](const auto& t) { return t.unit == touch.unit; });
     if (touch.unit != current && !known) {
       touches.push_back(touch);

@@ -13,7 +13,7 @@
 #include "comm/custom_group.h"
 #include "engine/backward_graph.h"
 #include "engine/extended_bucket.h"
-#include "engine/in_place_readers.h"
+#include "engine/group_users.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 
@@ -73,8 +73,7 @@ Unit::Unit(UnitSpec& spec)
 
 Unit::~Unit() {
   for (auto& bucket : buckets_) {
-    in_place_readers::leave(bucket->shard_group(), *this);
-    in_place_readers::forget(bucket->shard_group());
+    group_users::forget(bucket->shard_group(), *this);
   }
   if (runtime_) {
     runtime_->remove(*this);
@@ -185,7 +184,7 @@ void Unit::or_release(const Gather& gather) {
     gather();
   } catch (...) {
     for (auto& bucket : buckets_) {
-      in_place_readers::leave(*bucket->gather_group, *this);
+      group_users::end_reading(*bucket->gather_group, *this);
       bucket->release();
     }
     state_ = UnitState::kSharded;
@@ -213,7 +212,7 @@ void Unit::unshard() {
     for (auto& bucket : buckets_) {
       bucket->gather(label("unshard"));
       if (bucket->reads_in_place()) {
-        in_place_readers::enter(*bucket->gather_group, *this);
+        group_users::begin_reading(*bucket->gather_group, *this);
       }
     }
   });
@@ -288,11 +287,11 @@ void Unit::reshard(std::optional<Phase> left_in) {
 // Others may wait for what is only read to be released, before they let this rank write.
 void Unit::before_release(std::optional<Phase> left_in) {
   for (auto& bucket : buckets_) {
-    in_place_readers::leave(*bucket->gather_group, *this);
+    group_users::end_reading(*bucket->gather_group, *this);
     if (bucket->is_private()) {
       continue;
     }
-    if (left_in == Phase::kForward) {
+    if (left_in == Phase::kForward && runtime_->in_step()) {
       const StreamGuard on_stream(runtime_->gather_stream());
       bucket->keep_share(label("reshard"));
     }
@@ -327,7 +326,7 @@ void Unit::make_private(Bucket& bucket) {
   }
   bucket.make_private();
   note_arrival();
-  in_place_readers::leave(*bucket.gather_group, *this); // it has memory of its own now
+  group_users::end_reading(*bucket.gather_group, *this); // it has memory of its own now
 }
 
 void Unit::unshard_as_stored(c10::Device device, bool show) {
@@ -577,6 +576,10 @@ void Unit::forget_uses() {
   for (auto& param : params_) {
     param->forget_uses();
   }
+  drop_shares();
+}
+
+void Unit::drop_shares() {
   for (auto& bucket : buckets_) {
     bucket->drop_share();
   }

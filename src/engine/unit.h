@@ -236,6 +236,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void expect_gradients(const BackwardGraph& graph, bool nested);
   void end_backward();
   void forget_uses();
+  /// What was kept for a gather among neighbours may be old.
+  void drop_shares();
   void follow_requires_grad();
   /// After a step that broke off.
   void reset();
