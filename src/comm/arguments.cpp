@@ -110,6 +110,18 @@ void check_root(int root, int size, const Label& label) {
   FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
 }
 
+std::vector<int> ranks_of_color(Group& group, int color, const Label& label) {
+  const std::string mine = std::to_string(color);
+  const auto colors = group.exchange(mine, label);
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (colors[rank] == mine) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
 void announce_write(const at::Tensor& tensor) {
   if (tensor.key_set().has(c10::DispatchKey::DeferredInit)) { // else nobody watches
     static const auto op =

@@ -17,8 +17,8 @@
 #include "comm/port_file.h"
 #include "comm/process.h"
 #include "comm/rendezvous_store.h"
-#include "comm/timeout.h"
 #include "comm/within_limit.h"
+#include "comm/words.h"
 
 namespace fsdp {
 namespace {
@@ -35,10 +35,6 @@ constexpr const char* kLeft = "left";
 using Clock = std::chrono::steady_clock;
 using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
-
-double in_seconds(std::chrono::milliseconds time) {
-  return static_cast<double>(time.count()) / 1000;
-}
 
 std::string key(const std::string& what, int64_t number) {
   return c10::str(what, "/", number);
@@ -58,15 +54,6 @@ StorePtr fresh_part(const Launch& launch, const StorePtr& store) {
   static int count = 0;
   return c10::make_intrusive<c10d::PrefixStore>(
       c10::str("libfsdp/", launch.job, "/", launch.attempt, "/", count++), store);
-}
-
-/// Even what should be answered at once is not if the server was stopped.
-std::string answer_of(std::chrono::milliseconds limit, std::function<std::string()> talk) {
-  auto answer = within_limit<std::string>(limit, std::move(talk));
-  if (!answer) {
-    throw CommError("the rendezvous does not answer");
-  }
-  return *std::move(answer);
 }
 
 /// "rank 1 has", "ranks 1, 2 have"
@@ -152,9 +139,9 @@ std::chrono::milliseconds Rendezvous::limit() const {
 
 std::string Rendezvous::ask(std::function<std::string()> talk) const {
   try {
-    return answer_of(limit(), std::move(talk));
+    return answer_of<std::string>(limit(), std::move(talk));
   } catch (const std::exception& error) {
-    fail(text_of(error));
+    fail(message_of(error));
   }
 }
 
@@ -192,7 +179,7 @@ void Rendezvous::meet(const Round& round) {
     if (Clock::now() >= end) {
       const auto late =
           ask([store = store_, what = round.key, size = launch_.size] { return missing(*store, what, size); });
-      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_), " s"));
+      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_)));
     }
   }
 }
@@ -201,18 +188,15 @@ bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) 
   const auto all = all_key(round.key);
   std::string reason;
   try {
-    answer_of(within + limit(), [store = store_, all, within] {
+    return answer_of<bool>(within + limit(), [store = store_, all, within] {
       store->wait({all}, within);
-      return std::string();
+      return true;
     });
-    return true;
   } catch (const std::exception& error) {
-    reason = text_of(error);
+    reason = message_of(error);
   }
   try {
-    return answer_of(kServersGrace, [store = store_, all] {
-             return std::string(store->check({all}) ? "yes" : "no");
-           }) == "yes";
+    return answer_of<bool>(kServersGrace, [store = store_, all] { return store->check({all}); });
   } catch (const std::exception&) {
     fail(reason); // not late: the store itself is gone, and what was said first is all there is
   }
@@ -223,11 +207,11 @@ void Rendezvous::fail(const std::string& reason) const {
     // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
     // the store is gone: who serves it waits for them.
     const auto patience = serves_rendezvous(launch_) ? kSlice + kServersGrace : kAtOnce;
-    answer_of(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
+    within_limit<bool>(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
       store->set(kGivenUp, reason);
       count_me(*store, kKnown, size);
       store->wait({all_key(kKnown)}, patience);
-      return std::string();
+      return true;
     });
   } catch (const std::exception&) {
     // The others will find out by themselves.

@@ -55,8 +55,8 @@ struct PrivateHome::Plan : GatherPlan {
   // MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
   // backends that cannot group them.
   bool gathers_directly() const {
-    const auto count = sent.order().size();
-    return count == 1 || (count <= kDirectPieces && sent.bytes() >= kDirectSliceBytes * static_cast<int64_t>(count));
+    const auto count = sent.order.size();
+    return count == 1 || (count <= kDirectPieces && sent.bytes >= kDirectSliceBytes * static_cast<int64_t>(count));
   }
 };
 
@@ -70,9 +70,9 @@ class PrivateGathered final : public Gathered {
       : channel_(std::move(channel)),
         plan_(std::move(plan)),
         stream_(current_stream(plan_->device)),
-        wholes_(channel_->pool().take(plan_->wholes.bytes(), plan_->device)),
+        wholes_(channel_->pool().take(plan_->wholes.bytes, plan_->device)),
         sent_(std::move(sent)) {
-    if (plan_->sent.bytes() > 0) {
+    if (plan_->sent.bytes > 0) {
       pending_ = std::make_shared<Pending>(plan_->direct ? start_direct(label) : start_flat(label));
     }
   }
@@ -102,11 +102,11 @@ class PrivateGathered final : public Gathered {
   }
 
   void* piece(size_t index) const override {
-    return address(wholes_) + plan_->wholes.offset(index);
+    return address(wholes_) + plan_->wholes.offsets[index];
   }
 
   int64_t bytes() const override {
-    return plan_->wholes.bytes() + (flat_.defined() ? plan_->sent.bytes() * plan_->size : 0);
+    return plan_->wholes.bytes + (flat_.defined() ? plan_->sent.bytes * plan_->size : 0);
   }
 
   const std::shared_ptr<Pending>& pending() const {
@@ -117,24 +117,24 @@ class PrivateGathered final : public Gathered {
   Pending start_direct(const Label& label) {
     std::vector<at::Tensor> outputs;
     std::vector<at::Tensor> inputs;
-    for (const size_t i : plan_->sent.order()) {
-      const int64_t bytes = plan_->sent.slice_bytes(i);
-      outputs.push_back(wholes_.narrow(0, plan_->wholes.offset(i), bytes * plan_->size));
-      inputs.push_back(sent_.narrow(0, plan_->sent.offset(i), bytes));
+    for (const size_t i : plan_->sent.order) {
+      const int64_t bytes = plan_->sent.slots[i].bytes;
+      outputs.push_back(wholes_.narrow(0, plan_->wholes.offsets[i], bytes * plan_->size));
+      inputs.push_back(sent_.narrow(0, plan_->sent.slots[i].offset, bytes));
     }
     return start(label, [&](Collectives& c) { return c.all_gather_each(outputs, inputs); });
   }
 
   Pending start_flat(const Label& label) {
-    flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
-    const int64_t bytes = plan_->sent.bytes();
+    flat_ = channel_->pool().take(plan_->sent.bytes * plan_->size, plan_->device);
+    const int64_t bytes = plan_->sent.bytes;
     const at::Tensor output = view_into(flat_, at::kByte, bytes * plan_->size);
     const at::Tensor input = view_into(sent_, at::kByte, bytes);
     return start(label, [&](Collectives& c) { return c.all_gather(output, input); });
   }
 
   Pending start(const Label& label, const Channel::Start& call) {
-    return channel_->start(label, "all-gather", plan_->device, plan_->sent.bytes(), call);
+    return channel_->start(label, "all-gather", plan_->device, plan_->sent.bytes, call);
   }
 
   void copy_out() {
@@ -159,10 +159,10 @@ PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pi
     : channel_(std::move(channel)),
       plan_(std::make_shared<Plan>(std::move(pieces), channel_->size(), options.device)),
       idle_buffers_(channel_->pool().keep_idle()),
-      memory_(slice_memory(plan_->stored.bytes(), options)) {}
+      memory_(slice_memory(plan_->stored.bytes, options)) {}
 
 void* PrivateHome::slice(size_t index) const {
-  return address(memory_) + plan_->stored.offset(index);
+  return address(memory_) + plan_->stored.slots[index].offset;
 }
 
 // Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.
