@@ -222,11 +222,7 @@ void warn_if_different(const InitOptions& options) {
   const auto& first = joined();
   if (first && (first->options.backend != options.backend || first->options.device != options.device)) {
     log::warn(
-        "fsdp::init was called again with backend '",
-        options.backend,
-        "' and device '",
-        options.device,
-        "'; the job goes on with backend '",
+        "fsdp::init was called again with other options; the job goes on with backend '",
         first->options.backend,
         "' and device '",
         first->options.device,

@@ -58,13 +58,11 @@ void check_names(const char* operation, const std::vector<std::string>& names, s
       ")");
   const std::set<std::string> distinct(names.begin(), names.end());
   FSDP_CHECK(
-      distinct.size() == names.size(),
+      distinct.size() == names.size() && !distinct.contains(""),
       "[",
       operation,
-      "] expected distinct names of dimensions, got ",
-      join(names),
-      "; rename the one that is there twice");
-  FSDP_CHECK(!distinct.contains(""), "[", operation, "] expected names that are not empty, got ", join(names, "|"));
+      "] expected distinct names of dimensions that are not empty, got ",
+      join(names, "|"));
 }
 
 void check_sizes(const std::vector<int64_t>& sizes, int64_t world_size) {

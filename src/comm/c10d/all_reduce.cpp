@@ -1,5 +1,3 @@
-#include "comm/c10d/all_reduce.h"
-
 #include <cstring>
 #include <utility>
 
@@ -8,6 +6,7 @@
 #include "base/caller.h"
 #include "base/view_into.h"
 #include "comm/arguments.h"
+#include "comm/c10d/reductions.h"
 #include "comm/c10d/streamed_work.h"
 #include "comm/divide.h"
 #include "comm/payload.h"

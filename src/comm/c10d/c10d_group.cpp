@@ -16,9 +16,8 @@
 #include "base/check.h"
 #include "base/env.h"
 #include "comm/arguments.h"
-#include "comm/c10d/all_reduce.h"
 #include "comm/c10d/private_home.h"
-#include "comm/c10d/reduce_scatter.h"
+#include "comm/c10d/reductions.h"
 #include "comm/within_limit.h"
 
 namespace fsdp {

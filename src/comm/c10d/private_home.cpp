@@ -41,39 +41,29 @@ char* address(const at::Tensor& memory) {
   return static_cast<char*>(memory.data_ptr());
 }
 
+// [Note: direct gathers] A collective of its own costs each piece a fixed time, a copy-out costs time by the byte.
+// Gloo, 2 ranks on one host: 12 slices of 256 KiB take 6 ms flat and 14 ms direct, 12 of 1 MiB 25 and 20 ms, 4 of 4
+// MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
+// backends that cannot group them.
+bool gathers_directly(const Payload& sent) {
+  const auto count = sent.order.size();
+  return count == 1 || (count <= kDirectPieces && sent.bytes >= kDirectSliceBytes * static_cast<int64_t>(count));
+}
+
 } // namespace
-
-struct PrivateHome::Plan : GatherPlan {
-  Plan(std::vector<Piece> all_pieces, int ranks, c10::Device where)
-      : GatherPlan(std::move(all_pieces), ranks, where), direct(gathers_directly()) {}
-
-  bool direct;
-
- private:
-  // [Note: direct gathers] A collective of its own costs each piece a fixed time, a copy-out costs time by the byte.
-  // Gloo, 2 ranks on one host: 12 slices of 256 KiB take 6 ms flat and 14 ms direct, 12 of 1 MiB 25 and 20 ms, 4 of 4
-  // MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
-  // backends that cannot group them.
-  bool gathers_directly() const {
-    const auto count = sent.order.size();
-    return count == 1 || (count <= kDirectPieces && sent.bytes >= kDirectSliceBytes * static_cast<int64_t>(count));
-  }
-};
 
 /// All slices of a home, on their way or here.
 class PrivateGathered final : public Gathered {
  public:
-  using Plan = PrivateHome::Plan;
-
   PrivateGathered(
-      std::shared_ptr<Channel> channel, std::shared_ptr<const Plan> plan, at::Tensor sent, const Label& label)
+      std::shared_ptr<Channel> channel, std::shared_ptr<const GatherPlan> plan, at::Tensor sent, const Label& label)
       : channel_(std::move(channel)),
         plan_(std::move(plan)),
         stream_(current_stream(plan_->device)),
         wholes_(channel_->pool().take(plan_->wholes.bytes, plan_->device)),
         sent_(std::move(sent)) {
     if (plan_->sent.bytes > 0) {
-      pending_ = std::make_shared<Pending>(plan_->direct ? start_direct(label) : start_flat(label));
+      pending_ = std::make_shared<Pending>(gathers_directly(plan_->sent) ? start_direct(label) : start_flat(label));
     }
   }
 
@@ -146,7 +136,7 @@ class PrivateGathered final : public Gathered {
   }
 
   std::shared_ptr<Channel> channel_;
-  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<const GatherPlan> plan_;
   Stream stream_; // the stream that was current at the gather: all work on the memory below is queued there
   at::Tensor wholes_;
   at::Tensor sent_; // kept until the collective has read it
@@ -157,7 +147,7 @@ class PrivateGathered final : public Gathered {
 
 PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
     : channel_(std::move(channel)),
-      plan_(std::make_shared<Plan>(std::move(pieces), channel_->size(), options.device)),
+      plan_(std::make_shared<GatherPlan>(std::move(pieces), channel_->size(), options.device)),
       idle_buffers_(channel_->pool().keep_idle()),
       memory_(slice_memory(plan_->stored.bytes, options)) {}
 
