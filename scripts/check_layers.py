@@ -46,7 +46,7 @@ PUBLIC = {
 
 # folder whose types nobody else sees: the headers through which it is reached from outside
 BACKENDS = {
-    "comm/c10d": ["factory.h", "gloo.h", "nccl.h"],
+    "comm/c10d": ["factory.h"],
     "comm/shm": ["<fsdp/group.h>"],
 }
 

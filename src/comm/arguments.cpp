@@ -23,6 +23,14 @@ void check_chunk(int64_t numel, int64_t chunk, size_t index, int size, const Lab
       "; use at least its size divided by the ranks, rounded up");
 }
 
+bool alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.device() == b.device();
+}
+
+std::string kind(const at::Tensor& tensor) {
+  return c10::str(tensor.scalar_type(), " on ", tensor.device());
+}
+
 } // namespace
 
 void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label) {
@@ -62,26 +70,16 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
         ", got ",
         slice.numel());
     FSDP_CHECK(
-        whole.scalar_type() == args.wholes[0].scalar_type() && slice.scalar_type() == whole.scalar_type(),
+        alike(whole, args.wholes[0]) && alike(slice, whole),
         "[",
         label.operation,
-        "] expected tensors and slices of one dtype, got ",
-        args.wholes[0].scalar_type(),
+        "] expected tensors and slices of one dtype and on one device, got ",
+        kind(args.wholes[0]),
         ", ",
-        whole.scalar_type(),
+        kind(whole),
         " and ",
-        slice.scalar_type(),
+        kind(slice),
         "; reduce each dtype by itself");
-    FSDP_CHECK(
-        whole.device() == args.wholes[0].device() && slice.device() == whole.device(),
-        "[",
-        label.operation,
-        "] expected tensors and slices on one device, got ",
-        args.wholes[0].device(),
-        ", ",
-        whole.device(),
-        " and ",
-        slice.device());
   }
 }
 
@@ -108,6 +106,18 @@ void check_contiguous(const at::Tensor& tensor, const Label& label) {
 
 void check_root(int root, int size, const Label& label) {
   FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
+}
+
+std::vector<int> ranks_of_color(Group& group, int color, const Label& label) {
+  const std::string mine = std::to_string(color);
+  const auto colors = group.exchange(mine, label);
+  std::vector<int> ranks;
+  for (int rank = 0; rank < group.size(); ++rank) {
+    if (colors[rank] == mine) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
 }
 
 void announce_write(const at::Tensor& tensor) {

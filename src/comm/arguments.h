@@ -14,6 +14,9 @@ void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label)
 void check_contiguous(const at::Tensor& tensor, const Label& label);
 void check_root(int root, int size, const Label& label);
 
+/// For `split`: the ranks that give the same color as this one. Collective.
+std::vector<int> ranks_of_color(Group& group, int color, const Label& label);
+
 /// Before a tensor is written by an address: who watches what operators write hears of it as of one.
 void announce_write(const at::Tensor& tensor);
 

@@ -35,27 +35,27 @@ class FlatHome final : public Home {
       : group_(std::move(group)),
         collective_(std::move(collective)),
         plan_(std::move(pieces), group_->size(), options.device),
-        memory_(at::zeros({plan_.stored.bytes()}, bytes_on(options.offload ? c10::kCPU : options.device))) {}
+        memory_(at::zeros({plan_.stored.bytes}, bytes_on(options.offload ? c10::kCPU : options.device))) {}
 
   void* slice(size_t index) const override {
-    return static_cast<char*>(memory_.mutable_data_ptr()) + plan_.stored.offset(index);
+    return static_cast<char*>(memory_.mutable_data_ptr()) + plan_.stored.slots[index].offset;
   }
   void begin_write(const Label&) override {}
 
   std::unique_ptr<Gathered> gather(const Label&) override {
     const at::Tensor copy = memory_.to(plan_.device, /*non_blocking=*/false, /*copy=*/!plan_.casts);
     const at::Tensor sent = plan_.casts ? plan_.cast(copy) : copy; // users may write to what they are given
-    const at::Tensor rows = at::empty({plan_.size, plan_.sent.bytes()}, sent.options());
-    for (const auto& run : plan_.sent.runs()) {
+    const at::Tensor rows = at::empty({plan_.size, plan_.sent.bytes}, sent.options());
+    for (const auto& run : plan_.sent.runs) {
       gather(run, sent, rows);
     }
-    const at::Tensor wholes = at::empty({plan_.wholes.bytes()}, sent.options());
-    if (plan_.sent.bytes() > 0) {
+    const at::Tensor wholes = at::empty({plan_.wholes.bytes}, sent.options());
+    if (plan_.sent.bytes > 0) {
       plan_.copy_out(rows, wholes);
     }
     std::vector<at::Tensor> pieces;
     for (size_t i = 0; i < plan_.pieces.size(); ++i) {
-      pieces.push_back(view_into(wholes, at::kByte, plan_.sent.slice_bytes(i) * plan_.size, plan_.wholes.offset(i)));
+      pieces.push_back(view_into(wholes, at::kByte, plan_.sent.slots[i].bytes * plan_.size, plan_.wholes.offsets[i]));
     }
     return std::make_unique<CopiedOut>(std::move(pieces), plan_.device);
   }
@@ -88,6 +88,8 @@ class OtherAllGather final : public WithCollective {
   bool gathers_in_place() const override {
     return false;
   }
+  void begin_unseen_writes(const Label&) override {}
+  void end_unseen_writes() override {}
 };
 
 class OtherReduceScatter final : public WithCollective {

@@ -21,6 +21,12 @@ class DecoratedGroup : public Group {
   bool gathers_in_place() const override {
     return base_->gathers_in_place();
   }
+  void begin_unseen_writes(const Label& label) override {
+    base_->begin_unseen_writes(label);
+  }
+  void end_unseen_writes() override {
+    base_->end_unseen_writes();
+  }
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     return base_->reduce_scatter(std::move(args), label);
   }

@@ -15,11 +15,10 @@
 #include "base/env.h"
 #include "base/format.h"
 #include "base/log.h"
-#include "comm/c10d/gloo.h"
-#include "comm/c10d/nccl.h"
-#include "comm/host.h"
+#include "comm/c10d/factory.h"
+#include "comm/process.h"
 #include "comm/rendezvous.h"
-#include "comm/timeout.h"
+#include "comm/within_limit.h"
 #include "comm/world.h"
 
 namespace fsdp {
@@ -30,9 +29,10 @@ using std::chrono::milliseconds;
 // How long the rank that serves the rendezvous waits for the others to leave: they are about to, or they are dead.
 constexpr milliseconds kLeaveLimit{2000};
 
-/// What `init` has to remember until `shutdown`, beside the world.
+/// What `init` has to remember until `shutdown`.
 struct Joined {
   InitOptions options;
+  World world;
   std::unique_ptr<Rendezvous> rendezvous; ///< null in a world of one
   pid_t process = getpid();
 };
@@ -41,6 +41,8 @@ std::optional<Joined>& joined() {
   static std::optional<Joined> state;
   return state;
 }
+
+thread_local const World* thread_world = nullptr;
 
 milliseconds chosen_timeout(const InitOptions& options) {
   const bool is_default = options.timeout == InitOptions().timeout;
@@ -67,12 +69,7 @@ c10::Device parse_device(const std::string& text, const std::string& backend) {
     const bool on_host = backend == "shm" || backend == "gloo";
     return !on_host && device_count(c10::kCUDA) > 0 ? c10::kCUDA : c10::kCPU;
   }
-  std::optional<c10::Device> device;
-  try {
-    device = c10::Device(text);
-  } catch (const c10::Error&) {
-    // Not even a name: no device either.
-  }
+  const auto device = find_device(text);
   FSDP_CHECK(
       device && device->type() != c10::kMeta && device_count(device->type()) > 0,
       "[init] expected a device that this LibTorch and this host have (",
@@ -179,18 +176,31 @@ std::shared_ptr<Group> make_group(
   if (backend == "shm") {
     return shm_group(launch.rank, launch.size, exchange, {.timeout = options.timeout, .arena = options.shared_arena});
   }
-  if (backend == "gloo") {
-    return gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, options.timeout);
-  }
-  return nccl_group(rendezvous.store("nccl"), launch.rank, launch.size, device, options.timeout);
+  const auto make =
+      backend == "gloo" ? gloo_process_groups(options.timeout) : nccl_process_groups(device, options.timeout);
+  FSDP_CHECK(
+      make,
+      "[init] expected a libfsdp with the backend '",
+      backend,
+      "', but this one was built without its headers or against a LibTorch without it; install libgloo-dev for Gloo, "
+      "libnccl-dev and a CUDA build of LibTorch for NCCL, and rebuild");
+  return join_c10d_group(
+      make,
+      {.store = rendezvous.store(backend),
+       .rank = launch.rank,
+       .size = launch.size,
+       .timeout = options.timeout,
+       .backend = backend,
+       .label = {"init", ""}});
 }
 
 void join_job(const Launch& launch, const InitOptions& options) {
   const c10::Device device = parse_device(options.device, options.backend);
   require_known_backend(options.backend, device);
   log::set_rank(launch.rank);
-  Joined state{.options = options, .rendezvous = nullptr};
-  World world{.group = nullptr, .local_rank = launch.local_rank.value_or(0), .device = device};
+  Joined state{.options = options, .world = {}, .rendezvous = nullptr};
+  World& world = state.world;
+  world.local_rank = launch.local_rank.value_or(0);
   if (launch.size == 1) {
     world.group = group_of_one();
     world.device = use_device(device, world.local_rank);
@@ -198,12 +208,13 @@ void join_job(const Launch& launch, const InitOptions& options) {
     state.rendezvous = std::make_unique<Rendezvous>(launch, options.timeout);
     require_same_options(*state.rendezvous, options, device.type());
     if (!launch.local_rank) {
-      world.local_rank = rank_on_host(launch.rank, state.rendezvous->exchange(host_identity()));
+      const auto hosts = state.rendezvous->exchange(host_identity());
+      const auto mine = hosts.begin() + launch.rank;
+      world.local_rank = static_cast<int>(std::count(hosts.begin(), mine, *mine));
     }
     world.device = use_device(device, world.local_rank);
     world.group = make_group(launch, options, world.device, *state.rendezvous);
   }
-  exchange_process_world(std::make_unique<World>(std::move(world)));
   joined() = std::move(state);
 }
 
@@ -211,11 +222,7 @@ void warn_if_different(const InitOptions& options) {
   const auto& first = joined();
   if (first && (first->options.backend != options.backend || first->options.device != options.device)) {
     log::warn(
-        "fsdp::init was called again with backend '",
-        options.backend,
-        "' and device '",
-        options.device,
-        "'; the job goes on with backend '",
+        "fsdp::init was called again with other options; the job goes on with backend '",
         first->options.backend,
         "' and device '",
         first->options.device,
@@ -240,6 +247,24 @@ const World& require_world(const char* operation) {
 }
 
 } // namespace
+
+std::optional<c10::Device> find_device(const std::string& text) {
+  try {
+    return c10::Device(text);
+  } catch (const c10::Error&) {
+    return std::nullopt;
+  }
+}
+
+const World* current_world() {
+  return thread_world ? thread_world : joined() ? &joined()->world : nullptr;
+}
+
+ThreadWorld::ThreadWorld(World world) : world_(std::move(world)), outer_(std::exchange(thread_world, &world_)) {}
+
+ThreadWorld::~ThreadWorld() {
+  thread_world = outer_;
+}
 
 void init(const InitOptions& options) {
   if (is_initialized()) {
@@ -288,13 +313,11 @@ void shutdown() {
     return;
   }
   auto state = std::exchange(joined(), std::nullopt);
-  auto world = exchange_process_world(nullptr);
   if (state->process != getpid()) { // a forked child has nobody to take leave of, and no threads to join
-    static_cast<void>(state->rendezvous.release());
-    static_cast<void>(world.release());
+    static_cast<void>(new Joined(*std::move(state)));
     return;
   }
-  world.reset();
+  state->world.group.reset();
   if (state->rendezvous) {
     state->rendezvous->leave(std::min(kLeaveLimit, state->options.timeout));
   }

@@ -42,27 +42,25 @@ int64_t align_up(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-Payload::Payload(const std::vector<Piece>& pieces, PieceDtype dtype)
-    : slots_(pieces.size()), order_(by_dtype(pieces, dtype)) {
-  const Piece* previous = nullptr;
-  for (const size_t i : order_) {
-    const Piece& piece = pieces[i];
-    if (!previous || dtype_of(*previous, dtype) != dtype_of(piece, dtype)) {
-      bytes_ = align_up(bytes_, kSendAlignment);
-      runs_.push_back({dtype_of(piece, dtype), bytes_, 0});
+Payload::Payload(const std::vector<Piece>& pieces, PieceDtype which)
+    : slots(pieces.size()), order(by_dtype(pieces, which)) {
+  for (const size_t i : order) {
+    const auto dtype = dtype_of(pieces[i], which);
+    if (runs.empty() || runs.back().dtype != dtype) {
+      bytes = align_up(bytes, kSendAlignment);
+      runs.push_back({dtype, bytes, 0});
     }
-    slots_[i] = {bytes_, piece.chunk * item_bytes(dtype_of(piece, dtype)), piece.holders()};
-    bytes_ += slots_[i].bytes;
-    runs_.back().bytes = align_up(bytes_, kSendAlignment) - runs_.back().offset;
-    previous = &piece;
+    slots[i] = {bytes, pieces[i].chunk * item_bytes(dtype)};
+    bytes += slots[i].bytes;
+    runs.back().bytes = align_up(bytes, kSendAlignment) - runs.back().offset;
   }
-  bytes_ = align_up(bytes_, kSendAlignment);
+  bytes = align_up(bytes, kSendAlignment);
 }
 
 WholePieces::WholePieces(const std::vector<Piece>& pieces, int size) {
   for (const Piece& piece : pieces) {
-    offsets_.push_back(bytes_);
-    bytes_ = align_up(bytes_ + piece.chunk * size * item_bytes(piece.gathered), kWholeAlignment);
+    offsets.push_back(bytes);
+    bytes = align_up(bytes + piece.chunk * size * item_bytes(piece.gathered), kWholeAlignment);
   }
 }
 
@@ -76,12 +74,12 @@ GatherPlan::GatherPlan(std::vector<Piece> all_pieces, int ranks, c10::Device whe
       casts(std::any_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.stored != p.gathered; })) {}
 
 at::Tensor GatherPlan::cast(const at::Tensor& from) const {
-  const at::Tensor to = at::empty({sent.bytes()}, from.options());
+  const at::Tensor to = at::empty({sent.bytes}, from.options());
   std::vector<at::Tensor> sources;
   std::vector<at::Tensor> targets;
-  for (const size_t i : sent.order()) {
-    sources.push_back(from.narrow(0, stored.offset(i), stored.slice_bytes(i)).view(pieces[i].stored));
-    targets.push_back(to.narrow(0, sent.offset(i), sent.slice_bytes(i)).view(pieces[i].gathered));
+  for (const size_t i : sent.order) {
+    sources.push_back(from.narrow(0, stored.slots[i].offset, stored.slots[i].bytes).view(pieces[i].stored));
+    targets.push_back(to.narrow(0, sent.slots[i].offset, sent.slots[i].bytes).view(pieces[i].gathered));
   }
   copy_each(targets, sources);
   return to;
@@ -92,11 +90,11 @@ void GatherPlan::copy_out(const at::Tensor& rows, const at::Tensor& memory) cons
 }
 
 void GatherPlan::copy_out_on_host(const at::Tensor& rows, const at::Tensor& memory) const {
-  for (const size_t i : sent.order()) {
-    const int64_t bytes = sent.slice_bytes(i);
-    const char* from = static_cast<const char*>(rows.const_data_ptr()) + sent.offset(i);
-    char* to = static_cast<char*>(memory.mutable_data_ptr()) + wholes.offset(i);
-    for (int left = sent.holders(i); left > 0; --left, from += sent.bytes(), to += bytes) {
+  for (const size_t i : sent.order) {
+    const int64_t bytes = sent.slots[i].bytes;
+    const char* from = static_cast<const char*>(rows.const_data_ptr()) + sent.slots[i].offset;
+    char* to = static_cast<char*>(memory.mutable_data_ptr()) + wholes.offsets[i];
+    for (int left = pieces[i].holders(); left > 0; --left, from += sent.bytes, to += bytes) {
       std::memcpy(to, from, bytes);
     }
   }
@@ -113,15 +111,15 @@ void GatherPlan::copy_out_on_device(const at::Tensor& rows, const at::Tensor& me
       sizes.push_back(begin - end);
     }
   };
-  for (const size_t i : sent.order()) {
-    const int64_t bytes = sent.slice_bytes(i);
-    skip_to(sent.offset(i));
-    outputs.push_back(memory.narrow(0, wholes.offset(i), bytes * size).view({size, bytes}));
+  for (const size_t i : sent.order) {
+    const int64_t bytes = sent.slots[i].bytes;
+    skip_to(sent.slots[i].offset);
+    outputs.push_back(memory.narrow(0, wholes.offsets[i], bytes * size).view({size, bytes}));
     sizes.push_back(bytes);
-    end = sent.offset(i) + bytes;
+    end = sent.slots[i].offset + bytes;
   }
-  skip_to(sent.bytes());
-  at::split_with_sizes_copy_out(outputs, rows.view({size, sent.bytes()}), sizes, /*dim=*/1);
+  skip_to(sent.bytes);
+  at::split_with_sizes_copy_out(outputs, rows.view({size, sent.bytes}), sizes, /*dim=*/1);
 }
 
 } // namespace fsdp

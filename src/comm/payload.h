@@ -13,66 +13,33 @@ enum class PieceDtype { kStored, kGathered };
 /// Where each slice lies in the bytes that one rank contributes to an all-gather. Every slice takes its full chunk, so
 /// that all ranks send equally much; pieces of one dtype lie together; the total is a multiple of 16, below which
 /// NCCL's speed collapses.
-class Payload {
- public:
+struct Payload {
   Payload(const std::vector<Piece>& pieces, PieceDtype dtype);
 
-  int64_t bytes() const {
-    return bytes_;
-  }
-  int64_t offset(size_t piece) const {
-    return slots_[piece].offset;
-  }
-  int64_t slice_bytes(size_t piece) const {
-    return slots_[piece].bytes;
-  }
-  /// Ranks from which there is anything, see `Piece`.
-  int holders(size_t piece) const {
-    return slots_[piece].holders;
-  }
-  /// The pieces in the order of their offsets, without those that hold nothing.
-  const std::vector<size_t>& order() const {
-    return order_;
-  }
+  struct Slot {
+    int64_t offset = 0;
+    int64_t bytes = 0;
+  };
   /// The pieces of one dtype.
   struct Run {
     c10::ScalarType dtype;
     int64_t offset;
     int64_t bytes;
   };
-  const std::vector<Run>& runs() const {
-    return runs_;
-  }
 
- private:
-  struct Slot {
-    int64_t offset = 0;
-    int64_t bytes = 0;
-    int holders = 0;
-  };
-
-  std::vector<Slot> slots_;
-  std::vector<size_t> order_;
-  std::vector<Run> runs_;
-  int64_t bytes_ = 0;
+  std::vector<Slot> slots; ///< one for each piece
+  std::vector<size_t> order; ///< the pieces by their offsets, without those that hold nothing
+  std::vector<Run> runs;
+  int64_t bytes = 0;
 };
 
 /// Where each whole piece lies in the memory of a `Gathered`. A piece takes size * chunk elements: trailing ranks'
 /// padding comes last, so the first `numel` are the piece.
-class WholePieces {
- public:
+struct WholePieces {
   WholePieces(const std::vector<Piece>& pieces, int size);
 
-  int64_t bytes() const {
-    return bytes_;
-  }
-  int64_t offset(size_t piece) const {
-    return offsets_[piece];
-  }
-
- private:
-  std::vector<int64_t> offsets_;
-  int64_t bytes_ = 0;
+  std::vector<int64_t> offsets;
+  int64_t bytes = 0;
 };
 
 /// What does not change from one all-gather of the same pieces to the next.

@@ -12,8 +12,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "comm/host.h"
-
 namespace fsdp {
 namespace {
 
@@ -98,6 +96,15 @@ bool WatchedProcess::ended() const {
   }
   pollfd ended{.fd = descriptor_, .events = POLLIN, .revents = 0};
   return poll(&ended, 1, /*timeout=*/0) > 0;
+}
+
+std::string host_identity() {
+  std::array<char, 256> name{};
+  gethostname(name.data(), name.size() - 1);
+  // Hosts made from one image may share a name; no two share a boot.
+  std::string boot;
+  std::getline(std::ifstream("/proc/sys/kernel/random/boot_id"), boot);
+  return std::string(name.data()) + " " + boot;
 }
 
 std::string process_space() {

@@ -32,6 +32,8 @@ class WatchedProcess {
   int descriptor_; // negative: the system has none for us
 };
 
+/// The same for all processes of one running host, and for no other.
+std::string host_identity();
 /// Where process numbers mean the same as here: the host and the pid namespace.
 std::string process_space();
 

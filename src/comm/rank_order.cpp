@@ -242,24 +242,4 @@ void reduce(const Reduction& reduction, int64_t begin, int64_t end) {
   kernel(reduction, begin, end);
 }
 
-size_t bytes_of(Number number) {
-  switch (number) {
-    case Number::kBool:
-    case Number::kInt8:
-    case Number::kUInt8:
-      return 1;
-    case Number::kHalf:
-    case Number::kBFloat16:
-    case Number::kInt16:
-      return 2;
-    case Number::kFloat:
-    case Number::kInt32:
-      return 4;
-    case Number::kDouble:
-    case Number::kInt64:
-      return 8;
-  }
-  return 0;
-}
-
 } // namespace fsdp::rank_order

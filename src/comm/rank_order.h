@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 /// Sums over ranks. Free of LibTorch's headers; the file is compiled for several instruction sets.
@@ -26,8 +25,5 @@ struct Reduction {
 void reduce(const Reduction& reduction, int64_t begin, int64_t end);
 /// The same with the instructions that every CPU has. Equal bits.
 void reduce_baseline(const Reduction& reduction, int64_t begin, int64_t end);
-
-/// Bytes of one number.
-size_t bytes_of(Number number);
 
 } // namespace fsdp::rank_order

@@ -1,5 +1,9 @@
 #include "comm/reduce.h"
 
+#include <algorithm>
+#include <iterator>
+#include <utility>
+
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
 #include <ATen/ops/from_blob.h>
@@ -12,74 +16,32 @@ namespace {
 using rank_order::Combine;
 using rank_order::Number;
 
-c10::ScalarType of_size(size_t bytes) {
-  switch (bytes) {
-    case 1:
-      return at::kByte;
-    case 2:
-      return at::kShort;
-    case 4:
-      return at::kInt;
-    default:
-      return at::kLong;
-  }
-}
+/// What a dtype's elements consist of: a complex number is two.
+struct Numbers {
+  Number kind;
+  int64_t each; ///< numbers per element
+};
 
-// LibTorch's threads are behind its iterators: at::parallel_for is a template, which would bring an OpenMP of ours.
-void reduce_on_threads(const rank_order::Reduction& reduction) {
-  const size_t size = rank_order::bytes_of(reduction.number);
-  const at::Tensor result = at::from_blob(reduction.result, {reduction.count}, of_size(size));
-  auto iterator =
-      at::TensorIteratorConfig().add_output(result).check_all_same_dtype(false).resize_outputs(false).build();
-  iterator.for_each([&](char** data, const int64_t*, int64_t count, int64_t rows) { // the rows follow one another
-    const auto begin = (data[0] - static_cast<char*>(reduction.result)) / static_cast<int64_t>(size);
-    rank_order::reduce(reduction, begin, begin + rows * count);
-  });
-}
+constexpr std::pair<c10::ScalarType, Numbers> kKnown[] = {
+    {at::kFloat, {Number::kFloat, 1}},
+    {at::kDouble, {Number::kDouble, 1}},
+    {at::kHalf, {Number::kHalf, 1}},
+    {at::kBFloat16, {Number::kBFloat16, 1}},
+    {at::kComplexFloat, {Number::kFloat, 2}},
+    {at::kComplexDouble, {Number::kDouble, 2}},
+    {at::kChar, {Number::kInt8, 1}},
+    {at::kByte, {Number::kUInt8, 1}},
+    {at::kShort, {Number::kInt16, 1}},
+    {at::kInt, {Number::kInt32, 1}},
+    {at::kLong, {Number::kInt64, 1}},
+    {at::kBool, {Number::kBool, 1}},
+};
 
-} // namespace
-
-std::optional<Numbers> find_numbers(c10::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return Numbers{Number::kFloat, 1};
-    case at::kDouble:
-      return Numbers{Number::kDouble, 1};
-    case at::kHalf:
-      return Numbers{Number::kHalf, 1};
-    case at::kBFloat16:
-      return Numbers{Number::kBFloat16, 1};
-    case at::kComplexFloat:
-      return Numbers{Number::kFloat, 2};
-    case at::kComplexDouble:
-      return Numbers{Number::kDouble, 2};
-    case at::kChar:
-      return Numbers{Number::kInt8, 1};
-    case at::kByte:
-      return Numbers{Number::kUInt8, 1};
-    case at::kShort:
-      return Numbers{Number::kInt16, 1};
-    case at::kInt:
-      return Numbers{Number::kInt32, 1};
-    case at::kLong:
-      return Numbers{Number::kInt64, 1};
-    case at::kBool:
-      return Numbers{Number::kBool, 1};
-    default:
-      return std::nullopt;
-  }
-}
-
-Numbers numbers_of(c10::ScalarType dtype, const Label& label) {
-  const auto numbers = find_numbers(dtype);
-  FSDP_CHECK(
-      numbers,
-      "[",
-      label.operation,
-      "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
-      c10::toString(dtype),
-      "; convert first");
-  return *numbers;
+/// Null for what cannot be combined.
+const Numbers* find_numbers(c10::ScalarType dtype) {
+  const auto* found =
+      std::find_if(std::begin(kKnown), std::end(kKnown), [&](auto& known) { return known.first == dtype; });
+  return found == std::end(kKnown) ? nullptr : &found->second;
 }
 
 Combine combine_of(ReduceOp op) {
@@ -94,20 +56,40 @@ Combine combine_of(ReduceOp op) {
   TORCH_INTERNAL_ASSERT(false, "a ReduceOp that the host does not know");
 }
 
+// LibTorch's threads are behind its iterators: at::parallel_for is a template, which would bring an OpenMP of ours.
+// This one iterates over as many bytes as there are numbers, which nobody touches: their places are the numbers'.
+void reduce_on_threads(const rank_order::Reduction& reduction) {
+  const at::Tensor places = at::from_blob(reduction.result, {reduction.count}, at::kByte);
+  auto iterator =
+      at::TensorIteratorConfig().add_output(places).check_all_same_dtype(false).resize_outputs(false).build();
+  iterator.for_each([&](char** data, const int64_t*, int64_t count, int64_t rows) { // the rows follow one another
+    const auto begin = data[0] - static_cast<char*>(reduction.result);
+    rank_order::reduce(reduction, begin, begin + rows * count);
+  });
+}
+
+} // namespace
+
+bool host_combines(c10::ScalarType dtype) {
+  return find_numbers(dtype) != nullptr;
+}
+
+void check_combines(c10::ScalarType dtype, const Label& label) {
+  FSDP_CHECK(
+      host_combines(dtype),
+      "[",
+      label.operation,
+      "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
+      c10::toString(dtype),
+      "; convert first");
+}
+
 bool host_backends_combine(c10::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kDouble || dtype == at::kInt || dtype == at::kLong;
 }
 
-void reduce(const rank_order::Reduction& reduction) {
-  if (reduction.count <= at::internal::GRAIN_SIZE || at::get_num_threads() == 1) {
-    rank_order::reduce(reduction, 0, reduction.count);
-  } else {
-    reduce_on_threads(reduction);
-  }
-}
-
 void reduce(const at::Tensor& result, const std::vector<const void*>& sources, ReduceOp op, double divide_by) {
-  const Numbers numbers = find_numbers(result.scalar_type()).value();
+  const Numbers& numbers = *find_numbers(result.scalar_type());
   reduce({
       .number = numbers.kind,
       .combine = combine_of(op),
@@ -119,9 +101,16 @@ void reduce(const at::Tensor& result, const std::vector<const void*>& sources, R
   });
 }
 
+void reduce(const rank_order::Reduction& reduction) {
+  if (reduction.count <= at::internal::GRAIN_SIZE || at::get_num_threads() == 1) {
+    rank_order::reduce(reduction, 0, reduction.count);
+  } else {
+    reduce_on_threads(reduction);
+  }
+}
+
 std::vector<const void*> rows_of(const void* first, int64_t row_bytes, int rows) {
   std::vector<const void*> addresses;
-  addresses.reserve(static_cast<size_t>(rows));
   for (int64_t row = 0; row < rows; ++row) {
     addresses.push_back(static_cast<const char*>(first) + row * row_bytes);
   }

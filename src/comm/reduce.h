@@ -1,6 +1,5 @@
 #pragma once
 
-#include <optional>
 #include <vector>
 
 #include <fsdp/group.h>
@@ -10,17 +9,10 @@
 /// Sums over ranks, on the host.
 namespace fsdp {
 
-/// What a dtype's elements consist of: a complex number is two.
-struct Numbers {
-  rank_order::Number kind;
-  int64_t each; ///< numbers per element
-};
-
-/// Nothing for what cannot be combined.
-std::optional<Numbers> find_numbers(c10::ScalarType dtype);
-/// An error for what cannot be combined.
-Numbers numbers_of(c10::ScalarType dtype, const Label& label);
-rank_order::Combine combine_of(ReduceOp op);
+/// Whether the numbers can be combined on the host.
+bool host_combines(c10::ScalarType dtype);
+/// An error if not.
+void check_combines(c10::ScalarType dtype, const Label& label);
 
 /// Whether all host backends of c10d combine the dtype; Gloo and MPI know little beyond.
 bool host_backends_combine(c10::ScalarType dtype);

@@ -17,8 +17,8 @@
 #include "comm/port_file.h"
 #include "comm/process.h"
 #include "comm/rendezvous_store.h"
-#include "comm/timeout.h"
 #include "comm/within_limit.h"
+#include "comm/words.h"
 
 namespace fsdp {
 namespace {
@@ -35,10 +35,6 @@ constexpr const char* kLeft = "left";
 using Clock = std::chrono::steady_clock;
 using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
-
-double in_seconds(std::chrono::milliseconds time) {
-  return static_cast<double>(time.count()) / 1000;
-}
 
 std::string key(const std::string& what, int64_t number) {
   return c10::str(what, "/", number);
@@ -60,25 +56,18 @@ StorePtr fresh_part(const Launch& launch, const StorePtr& store) {
       c10::str("libfsdp/", launch.job, "/", launch.attempt, "/", count++), store);
 }
 
-/// Even what should be answered at once is not if the server was stopped.
-std::string answer_of(std::chrono::milliseconds limit, std::function<std::string()> talk) {
-  auto answer = within_limit<std::string>(limit, std::move(talk));
-  if (!answer) {
-    throw CommError("the rendezvous does not answer");
-  }
-  return *std::move(answer);
-}
-
 /// "rank 1 has", "ranks 1, 2 have"
 std::string have(const std::vector<int>& ranks) {
   return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
 }
 
 /// The last of all says so to the others.
-void count_me(Store& store, const std::string& what, int size) {
-  if (store.add(what, 1) == size) {
+bool count_me(Store& store, const std::string& what, int size) {
+  const bool is_last = store.add(what, 1) == size;
+  if (is_last) {
     store.set(all_key(what), "1");
   }
+  return is_last;
 }
 
 std::string missing(Store& store, const std::string& what, int size) {
@@ -150,18 +139,19 @@ std::chrono::milliseconds Rendezvous::limit() const {
   return serves_rendezvous(launch_) ? timeout_ + kServersGrace : timeout_;
 }
 
-std::string Rendezvous::ask(std::function<std::string()> talk) const {
+template <typename T>
+T Rendezvous::ask(std::function<T()> talk) const {
   try {
-    return answer_of(limit(), std::move(talk));
+    return answer_of<T>(limit(), std::move(talk));
   } catch (const std::exception& error) {
-    fail(text_of(error));
+    fail(message_of(error));
   }
 }
 
 void Rendezvous::be_seen() {
-  const auto count = ask([store = store_, mine = key("rank", launch_.rank)] { return c10::str(store->add(mine, 1)); });
+  const auto count = ask<int64_t>([store = store_, mine = key("rank", launch_.rank)] { return store->add(mine, 1); });
   FSDP_CHECK(
-      count == "1",
+      count == 1,
       "[init] expected one process of rank ",
       launch_.rank,
       ", but ",
@@ -169,30 +159,28 @@ void Rendezvous::be_seen() {
       " came to ",
       place_of(launch_),
       "; give every process a rank of its own, and every job a MASTER_PORT of its own");
-  const auto number = ask([store = store_, rank = launch_.rank] {
+  witness_ = ask<int64_t>([store = store_, rank = launch_.rank] {
     const int64_t mine = store->add(witnesses(), 1) - 1;
     store->set(key(witnesses(), mine), c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0)));
-    return c10::str(mine);
+    return mine;
   });
-  witness_ = std::stoll(number);
 }
 
 void Rendezvous::meet(const Round& round) {
-  ask([store = store_, what = round.key, mine = c10::str(launch_.rank, ' '), size = launch_.size] {
+  ask<bool>([store = store_, what = round.key, mine = c10::str(launch_.rank, ' '), size = launch_.size] {
     store->append(who_key(what), {mine.begin(), mine.end()});
-    count_me(*store, what, size);
-    return std::string();
+    return count_me(*store, what, size);
   });
   const auto end = Clock::now() + limit();
   while (!all_came(round, std::min(kSlice, limit()))) {
-    const auto failed = ask([store = store_, witness = witness_] { return failure(*store, witness); });
+    const auto failed = ask<std::string>([store = store_, witness = witness_] { return failure(*store, witness); });
     if (!failed.empty() && !all_came(round, kAtOnce)) {
       fail(failed);
     }
     if (Clock::now() >= end) {
-      const auto late =
-          ask([store = store_, what = round.key, size = launch_.size] { return missing(*store, what, size); });
-      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_), " s"));
+      const auto late = ask<std::string>(
+          [store = store_, what = round.key, size = launch_.size] { return missing(*store, what, size); });
+      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_)));
     }
   }
 }
@@ -201,18 +189,15 @@ bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) 
   const auto all = all_key(round.key);
   std::string reason;
   try {
-    answer_of(within + limit(), [store = store_, all, within] {
+    return answer_of<bool>(within + limit(), [store = store_, all, within] {
       store->wait({all}, within);
-      return std::string();
+      return true;
     });
-    return true;
   } catch (const std::exception& error) {
-    reason = text_of(error);
+    reason = message_of(error);
   }
   try {
-    return answer_of(kServersGrace, [store = store_, all] {
-             return std::string(store->check({all}) ? "yes" : "no");
-           }) == "yes";
+    return answer_of<bool>(kServersGrace, [store = store_, all] { return store->check({all}); });
   } catch (const std::exception&) {
     fail(reason); // not late: the store itself is gone, and what was said first is all there is
   }
@@ -223,11 +208,11 @@ void Rendezvous::fail(const std::string& reason) const {
     // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
     // the store is gone: who serves it waits for them.
     const auto patience = serves_rendezvous(launch_) ? kSlice + kServersGrace : kAtOnce;
-    answer_of(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
+    within_limit<bool>(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
       store->set(kGivenUp, reason);
       count_me(*store, kKnown, size);
       store->wait({all_key(kKnown)}, patience);
-      return std::string();
+      return true;
     });
   } catch (const std::exception&) {
     // The others will find out by themselves.
@@ -246,26 +231,26 @@ void Rendezvous::fail(const std::string& reason) const {
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
   const std::string round = key("exchange", exchanges_++);
-  ask([store = store_, key = key(round, launch_.rank), mine] {
+  ask<bool>([store = store_, key = key(round, launch_.rank), mine] {
     store->set(key, mine);
-    return std::string();
+    return true;
   });
   meet({.key = round, .done = "said what the ranks exchange"});
-  const auto all = std::make_shared<std::vector<std::string>>();
-  ask([store = store_, round, size = launch_.size, all] { // one question, however many ranks there are
-    std::vector<std::string> keys;
+  const auto all = ask<std::vector<std::vector<uint8_t>>>([store = store_, round, size = launch_.size] {
+    std::vector<std::string> keys; // one question, however many ranks there are
     for (int rank = 0; rank < size; ++rank) {
       keys.push_back(key(round, rank));
     }
-    for (const auto& bytes : store->multiGet(keys)) {
-      all->emplace_back(bytes.begin(), bytes.end());
-    }
-    return std::string();
+    return store->multiGet(keys);
   });
-  if (all->size() != static_cast<size_t>(launch_.size)) {
-    fail(c10::str("the store has ", all->size(), " answers for ", launch_.size, " ranks"));
+  if (all.size() != static_cast<size_t>(launch_.size)) {
+    fail(c10::str("the store has ", all.size(), " answers for ", launch_.size, " ranks"));
   }
-  return *all;
+  std::vector<std::string> texts;
+  for (const auto& bytes : all) {
+    texts.emplace_back(bytes.begin(), bytes.end());
+  }
+  return texts;
 }
 
 StorePtr Rendezvous::store(const std::string& name) const {

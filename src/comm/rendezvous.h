@@ -47,7 +47,8 @@ class Rendezvous {
   void meet(const Round& round);
   bool all_came(const Round& round, std::chrono::milliseconds within) const;
   /// What `talk` gets from the store, or an error.
-  std::string ask(std::function<std::string()> talk) const;
+  template <typename T>
+  T ask(std::function<T()> talk) const;
   [[noreturn]] void fail(const std::string& reason) const;
 
   Launch launch_;

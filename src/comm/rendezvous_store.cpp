@@ -13,6 +13,7 @@
 #include "comm/listening_socket.h"
 #include "comm/port_file.h"
 #include "comm/within_limit.h"
+#include "comm/words.h"
 
 namespace fsdp {
 namespace {
@@ -26,16 +27,8 @@ constexpr milliseconds kGrace{1000};
 constexpr milliseconds kPoll{20};
 constexpr const char* kJob = "libfsdp/job";
 
-/// Runs `talk` with a server that may accept connections and then say nothing.
-template <typename T>
-T answer_of(milliseconds timeout, std::function<T()> talk) {
-  auto answer = within_limit<T>(timeout + kGrace, std::move(talk));
-  TORCH_CHECK(answer, "it accepts connections, but does not answer");
-  return *std::move(answer);
-}
-
 StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
-  return answer_of<StorePtr>(options.timeout, [address = launch.address, options] {
+  return answer_of<StorePtr>(options.timeout + kGrace, [address = launch.address, options] {
     return c10::make_intrusive<c10d::TCPStore>(address, options);
   });
 }
@@ -80,7 +73,7 @@ StorePtr reach(const Launch& launch, c10d::TCPStoreOptions options) {
   if (launch.agent_store) { // which another job cannot have come to
     return store;
   }
-  const auto theirs = answer_of<std::string>(options.timeout, [store] { return store->get_to_str(kJob); });
+  const auto theirs = answer_of<std::string>(options.timeout + kGrace, [store] { return store->get_to_str(kJob); });
   FSDP_CHECK(
       theirs == launch.job,
       "[init] rank ",
@@ -96,24 +89,17 @@ StorePtr reach(const Launch& launch, c10d::TCPStoreOptions options) {
 }
 
 [[noreturn]] void cannot_connect(const Launch& launch, milliseconds timeout, const std::exception& error) {
-  const auto place = place_of(launch);
-  throw CommError(
-      serves_rendezvous(launch) ? c10::str(
-                                      "[init] rank 0 expected to serve the rendezvous at ",
-                                      place,
-                                      ": ",
-                                      text_of(error),
-                                      "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host")
-                                : c10::str(
-                                      "[init] rank ",
-                                      launch.rank,
-                                      " expected to reach the rendezvous at ",
-                                      place,
-                                      " within ",
-                                      static_cast<double>(timeout.count()) / 1000,
-                                      " s: ",
-                                      text_of(error),
-                                      "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
+  const bool serves = serves_rendezvous(launch);
+  throw CommError(c10::str(
+      "[init] rank ",
+      launch.rank,
+      serves ? " expected to serve the rendezvous at " : " expected to reach the rendezvous at ",
+      place_of(launch),
+      serves ? "" : " within " + in_seconds(timeout),
+      ": ",
+      message_of(error),
+      serves ? "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host"
+             : "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
 }
 
 StorePtr open_store(const Launch& launch, milliseconds timeout) {
@@ -131,11 +117,6 @@ StorePtr open_store(const Launch& launch, milliseconds timeout) {
 }
 
 } // namespace
-
-std::string text_of(const std::exception& error) {
-  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
-  return from_c10 ? from_c10->what_without_backtrace() : error.what();
-}
 
 bool serves_rendezvous(const Launch& launch) {
   return launch.rank == 0 && !launch.agent_store;

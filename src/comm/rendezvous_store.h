@@ -22,7 +22,4 @@ std::string place_of(const Launch& launch);
 /// `timeout`, or that it is another job's.
 c10::intrusive_ptr<c10d::Store> connect_to_rendezvous(const Launch& launch, std::chrono::milliseconds timeout);
 
-/// An exception's message without the C++ stack that c10 appends.
-std::string text_of(const std::exception& error);
-
 } // namespace fsdp

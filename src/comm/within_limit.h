@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <future>
@@ -7,7 +8,15 @@
 #include <optional>
 #include <utility>
 
+#include <c10/util/Exception.h>
+
 namespace fsdp {
+
+/// A timeout that can be added to times, and given to systems that count milliseconds in 31 bits: who wants to wait
+/// longer than three weeks waits that long.
+inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
+  return std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(21 * 24));
+}
 
 /// Runs `work` on a thread of its own, which may outlive the caller, so that `work` owns what it uses. At exit the
 /// process gives such threads a second to end: what they use of libraries goes then.
@@ -31,6 +40,14 @@ std::optional<T> within_limit(std::chrono::milliseconds limit, std::function<T()
     return std::nullopt;
   }
   return answer.get();
+}
+
+/// The same, but it is an error not to come back.
+template <typename T>
+T answer_of(std::chrono::milliseconds limit, std::function<T()> talk) {
+  auto answer = within_limit<T>(limit, std::move(talk));
+  TORCH_CHECK(answer, "the store of the rendezvous does not answer");
+  return *std::move(answer);
 }
 
 } // namespace fsdp

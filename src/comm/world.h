@@ -1,6 +1,8 @@
 #pragma once
 
 #include <memory>
+#include <optional>
+#include <string>
 
 #include <c10/core/Device.h>
 
@@ -18,8 +20,8 @@ struct World {
 /// This thread's world inside `thread_group`, else the process's; null before `init` and after `shutdown`.
 const World* current_world();
 
-/// Sets the process's world, and gives back the one before. Not thread safe: `init` and `shutdown` call it.
-std::unique_ptr<World> exchange_process_world(std::unique_ptr<World> world);
+/// Nothing for what names no device.
+std::optional<c10::Device> find_device(const std::string& text);
 
 /// While it lives, the calling thread has a world of its own. Neither copied nor moved to another thread.
 class ThreadWorld {

@@ -5,12 +5,8 @@
 #include <memory>
 #include <vector>
 
-#include <torch/csrc/distributed/c10d/Store.hpp>
-
-#include "comm/c10d/gloo.h"
 #include "comm/conformance.h"
-#include "comm/launcher.h"
-#include "comm/rendezvous.h"
+#include "comm/gloo_group.h"
 #include "support/ranks.h"
 
 namespace fsdp::testing {
@@ -23,7 +19,7 @@ inline void run_gloo(std::chrono::milliseconds timeout, bool check_order, const 
   meet.address = "127.0.0.1";
   meet.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
   Rendezvous rendezvous(meet, std::chrono::seconds(60));
-  auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, timeout);
+  auto group = gloo_group(rendezvous, launch, timeout);
   set_check_order(*group, check_order);
   body(group);
   rendezvous.leave(std::chrono::seconds(20));

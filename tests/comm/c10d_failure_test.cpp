@@ -3,11 +3,8 @@
 #include <thread>
 
 #include <gtest/gtest.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include "comm/c10d/gloo.h"
-#include "comm/launcher.h"
-#include "comm/rendezvous.h"
+#include "comm/gloo_group.h"
 #include "support/error_message.h"
 #include "support/ranks.h"
 
@@ -27,7 +24,7 @@ struct Loss {
 std::string message_after(const Loss& loss) {
   const Launch launch = read_launch();
   Rendezvous rendezvous(launch, seconds(60));
-  const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, loss.timeout);
+  const auto group = gloo_group(rendezvous, launch, loss.timeout);
   const auto home = group->make_home({{300, 100, at::kFloat, at::kFloat}}, {}, {"make home", "blocks.1"});
   home->gather({"unshard", "blocks.1"})->wait();
   if (launch.rank == loss.rank) {
@@ -93,7 +90,7 @@ TEST_F(C10dFailure, ABrokenPipeDoesNotEndTheProcess) {
   on_processes(2, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(20));
+    const auto group = gloo_group(rendezvous, launch, seconds(20));
     std::raise(SIGPIPE);
     group->barrier({"barrier", ""});
     rendezvous.leave(seconds(20));
@@ -104,7 +101,7 @@ TEST_F(C10dFailure, WhoIsMissingIsNamed) {
   on_processes(3, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000));
+    const auto group = gloo_group(rendezvous, launch, milliseconds(2000));
     if (launch.rank == 2) {
       std::this_thread::sleep_for(seconds(5));
     } else {
@@ -127,8 +124,7 @@ TEST_F(C10dFailure, AGroupThatOneRankCannotMakeIsAnErrorOnAll) {
     if (launch.rank == 1) {
       lose_network();
     }
-    const std::string message =
-        error_message<CommError>([&] { gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(600)); });
+    const std::string message = error_message<CommError>([&] { gloo_group(rendezvous, launch, seconds(600)); });
     const std::string mine = std::to_string(launch.rank);
     EXPECT_TRUE(contains(message, "[init] rank " + mine + " of 3 could not make the gloo group")) << mine;
     EXPECT_TRUE(launch.rank == 1 || contains(message, "rank 1 gave up")) << mine;
@@ -143,8 +139,7 @@ TEST_F(C10dFailure, ARankThatDiesWhileTheGroupIsMadeIsAnErrorOnAll) {
     if (launch.rank == 1) {
       std::raise(SIGKILL);
     }
-    const std::string message = error_message<CommError>(
-        [&] { gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000)); });
+    const std::string message = error_message<CommError>([&] { gloo_group(rendezvous, launch, milliseconds(2000)); });
     EXPECT_TRUE(contains(message, "could not make the gloo group"));
     rendezvous.leave(seconds(2));
   };
@@ -156,7 +151,7 @@ TEST_F(C10dFailure, APartThatOneRankCannotMakeIsAnErrorOnAll) {
   on_processes(4, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, seconds(600));
+    const auto group = gloo_group(rendezvous, launch, seconds(600));
     if (launch.rank == 1) {
       lose_network();
     }
@@ -177,7 +172,7 @@ TEST_F(C10dFailure, AStoreThatStopsInASplitHangsNobody) {
   const auto body = [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous.store("gloo"), launch.rank, launch.size, milliseconds(2000));
+    const auto group = gloo_group(rendezvous, launch, milliseconds(2000));
     group->barrier({"barrier", ""});
     if (launch.rank == 0) {
       raise(SIGSTOP);

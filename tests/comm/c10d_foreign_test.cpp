@@ -203,6 +203,49 @@ TEST(C10dForeign, GlooIsSplitWithoutItsOwnSplit) {
       });
 }
 
+/// Its network is gone.
+class FailsInSplit final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>&,
+      const std::vector<int>&,
+      const c10::intrusive_ptr<Backend::Options>&) override {
+    throw std::runtime_error("the cable is out");
+  }
+};
+
+/// What a rank is told when its process group does not come to the end of splitting itself.
+std::string message_of_split(Rendezvous& rendezvous, const Launch& launch, bool one_fails, std::chrono::seconds limit) {
+  const auto make = [&](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
+    return one_fails && own.rank == 1 ? make_gloo<FailsInSplit>(store, own) : make_gloo<HangsInSplit>(store, own);
+  };
+  const auto group = c10d_group(make_process_group(rendezvous, launch, make), {.timeout = limit});
+  const auto message = error_message<CommError>([&] { group->split(/*color=*/0, kTest); });
+  EXPECT_THROW(group->barrier(kTest), CommError);
+  rendezvous.leave(std::chrono::seconds(20));
+  return message;
+}
+
+TEST(C10dForeign, ASplitOfTheBackendsOwnThatNeverEndsIsGivenUp) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto message = message_of_split(rendezvous, launch, /*one_fails=*/false, std::chrono::seconds(1));
+    EXPECT_TRUE(
+        contains(message, "[test] rank " + std::to_string(launch.rank) + " of 2 could not make the gloo group"));
+  });
+}
+
+TEST(C10dForeign, ASplitOfTheBackendsOwnThatFailsOnOneRankEndsTheOthers) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto message = message_of_split(rendezvous, launch, /*one_fails=*/true, std::chrono::seconds(600));
+    EXPECT_TRUE(contains(message, "the cable is out")) << message;
+  });
+}
+
 // Models come and go, and each makes a `Group` of the same process group.
 TEST(C10dForeign, EachGroupOfAProcessGroupSplitsAnew) {
   on_processes(4, [] {

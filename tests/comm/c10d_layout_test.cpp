@@ -21,21 +21,21 @@ TEST(Payload, KeepsDtypesTogetherAndEndsOnSixteenBytes) {
       {0, 0, at::kFloat, at::kFloat},
       {7, 4, at::kFloat, at::kBFloat16}};
   const Payload stored(pieces, PieceDtype::kStored);
-  EXPECT_EQ(stored.offset(1), 0); // the widest first
-  EXPECT_EQ(stored.offset(0), 16);
-  EXPECT_EQ(stored.offset(3), 16 + 5 * 4); // adjacent
-  EXPECT_EQ(stored.bytes(), 64);
-  EXPECT_EQ(stored.order(), (std::vector<size_t>{1, 0, 3}));
+  EXPECT_EQ(stored.slots[1].offset, 0); // the widest first
+  EXPECT_EQ(stored.slots[0].offset, 16);
+  EXPECT_EQ(stored.slots[3].offset, 16 + 5 * 4); // adjacent
+  EXPECT_EQ(stored.bytes, 64);
+  EXPECT_EQ(stored.order, (std::vector<size_t>{1, 0, 3}));
   const Payload gathered(pieces, PieceDtype::kGathered);
-  EXPECT_EQ(gathered.slice_bytes(0), 10);
-  EXPECT_EQ(gathered.offset(3), 16 + 10);
-  EXPECT_EQ(gathered.bytes(), 48);
+  EXPECT_EQ(gathered.slots[0].bytes, 10);
+  EXPECT_EQ(gathered.slots[3].offset, 16 + 10);
+  EXPECT_EQ(gathered.bytes, 48);
 }
 
 TEST(Payload, WholePiecesStartOnCacheLines) {
   const WholePieces wholes({{10, 5, at::kFloat, at::kBFloat16}, {3, 2, at::kDouble, at::kDouble}}, 2);
-  EXPECT_EQ(wholes.offset(1), 64);
-  EXPECT_EQ(wholes.bytes(), 128);
+  EXPECT_EQ(wholes.offsets[1], 64);
+  EXPECT_EQ(wholes.bytes, 128);
 }
 
 TEST(RankMajor, RowsHoldTheRanksSlicesAndZerosBetween) {

@@ -13,7 +13,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include "comm/c10d/gloo.h"
+#include "comm/c10d/factory.h"
 #include "support/error_message.h"
 #include "support/file_exchange.h"
 #include "support/memory.h"

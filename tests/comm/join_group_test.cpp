@@ -1,4 +1,4 @@
-#include "comm/c10d/join_group.h"
+#include "comm/c10d/factory.h"
 
 #include <atomic>
 #include <functional>

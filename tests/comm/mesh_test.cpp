@@ -5,7 +5,7 @@
 
 #include <fsdp/init.h>
 
-#include "comm/c10d/gloo.h"
+#include "comm/c10d/factory.h"
 #include "support/error_message.h"
 #include "support/ranks.h"
 

@@ -124,7 +124,7 @@ TEST(Rendezvous, AMutePortIsAnError) {
     launch.port = mute.port;
     const std::string message = error_message<CommError>([&] { Rendezvous(launch, milliseconds(1500)); });
     EXPECT_TRUE(contains(message, "[init] rank 1 expected to reach the rendezvous at 127.0.0.1:"));
-    EXPECT_TRUE(contains(message, "accepts connections, but does not answer"));
+    EXPECT_TRUE(contains(message, "the store of the rendezvous does not answer"));
     EXPECT_TRUE(contains(message, "see whether rank 0 runs"));
   });
 }

@@ -2,7 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "comm/c10d/gloo.h"
+#include "comm/c10d/factory.h"
 #include "comm/launcher.h"
 #include "comm/rendezvous.h"
 #include "comm/world.h"

@@ -1,5 +1,3 @@
-#include "comm/c10d/all_reduce.h"
-
 #include <cstring>
 #include <utility>
 
@@ -8,9 +6,11 @@
 #include "base/caller.h"
 #include "base/view_into.h"
 #include "comm/arguments.h"
+#include "comm/c10d/reductions.h"
 #include "comm/c10d/streamed_work.h"
 #include "comm/divide.h"
 #include "comm/payload.h"
+#include "comm/queued.h"
 #include "comm/reduce.h"
 
 namespace fsdp::adapter {
@@ -141,12 +141,12 @@ std::unique_ptr<Work> start_all_reduce(
   const c10::NoGradGuard no_grad;
   check_all_reduce(tensor, op, label);
   if (tensor.numel() == 0) {
-    return std::make_unique<NoWork>();
+    return std::make_unique<Queued>(c10::kCPU); // nothing to do on any rank
   }
   if (tensor.is_complex()) {
     tensor = at::view_as_real(tensor);
   }
-  const bool on_host = tensor.device().is_cpu() && find_numbers(tensor.scalar_type());
+  const bool on_host = tensor.device().is_cpu() && host_combines(tensor.scalar_type());
   if (on_host && takes_one_exchange(tensor, channel->size())) {
     return std::make_unique<GatheredAllReduce>(channel, std::move(tensor), op, divide_by, label);
   }

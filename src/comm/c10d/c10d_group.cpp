@@ -8,18 +8,16 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include "base/caller.h"
 #include "base/check.h"
 #include "base/env.h"
 #include "comm/arguments.h"
-#include "comm/c10d/all_reduce.h"
-#include "comm/c10d/gloo.h"
-#include "comm/c10d/join_group.h"
 #include "comm/c10d/private_home.h"
-#include "comm/c10d/reduce_scatter.h"
-#include "comm/timeout.h"
+#include "comm/c10d/reductions.h"
 #include "comm/within_limit.h"
 
 namespace fsdp {
@@ -41,36 +39,11 @@ at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device de
   return tensor.to(device);
 }
 
-/// What each rank says when a group is split.
-struct Wish {
-  int color;
-  int64_t number; ///< the first rank's names the split
-
-  static Wish parse(const std::string& text) {
-    return {.color = std::stoi(text), .number = std::stoll(text.substr(text.find(' ')))};
-  }
-  std::string str() const {
-    return c10::str(color, ' ', number);
-  }
-};
-
-std::vector<int> ranks_of_color(const std::vector<std::string>& wishes, int color) {
-  std::vector<int> ranks;
-  for (size_t rank = 0; rank < wishes.size(); ++rank) {
-    if (Wish::parse(wishes[rank]).color == color) {
-      ranks.push_back(static_cast<int>(rank));
-    }
-  }
-  return ranks;
-}
-
 /// No split of the process group has had it, nor one through a `Group` that is gone: what those left in the store stays
 /// there, and a rank that read it would look for its peers at addresses of the past.
 int64_t new_split_number(const c10d::ProcessGroup& process_group, std::chrono::milliseconds timeout) {
   const auto store = process_group.getStore();
-  const auto number = within_limit<int64_t>(timeout, [store] { return store ? store->add("libfsdp/splits", 1) : 0; });
-  TORCH_CHECK(number, "the store of the rendezvous does not answer");
-  return *number;
+  return answer_of<int64_t>(timeout, [store] { return store ? store->add("libfsdp/splits", 1) : 0; });
 }
 
 /// Memory of the backend for the buffer's device; LibTorch's where that backend has none or is not to be found.
@@ -121,6 +94,10 @@ void ignore_broken_pipes() {
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options) {
   ignore_broken_pipes();
   return std::make_shared<C10dGroup>(std::move(process_group), options);
+}
+
+std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining) {
+  return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make});
 }
 
 void set_check_order(Group& group, bool check) {
@@ -208,48 +185,50 @@ std::vector<std::string> C10dGroup::exchange(const std::string& bytes, const Lab
 
 std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
   const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
-  const Wish mine{.color = color, .number = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0};
-  const auto wishes = exchange(mine.str(), label);
-  const auto members = ranks_of_color(wishes, color);
+  const auto mine = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0;
+  const auto number = exchange(std::to_string(mine), label)[0];
+  const auto members = ranks_of_color(*this, color, label);
   if (members.size() == 1) {
     return group_of_one();
   }
-  const std::string part = c10::str(Wish::parse(wishes.front()).number, "/", members.front());
-  return c10d_group(split_process_group(members, part, label), options_);
+  return c10d_group(make_part(members, c10::str(number, "/", members.front()), label), options_);
 }
 
-ProcessGroupPtr C10dGroup::split_process_group(
-    const std::vector<int>& members, const std::string& part, const Label& label) {
+/// As the backend splits itself.
+MakeProcessGroup C10dGroup::splitting(
+    const std::vector<int>& members, const std::string& part, const Label& label) const {
   const auto& parent = channel_->process_group();
-  if (options_.make_process_group) {
-    return make_part(members, part, label);
-  }
   // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
   FSDP_CHECK(
-      channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
+      parent->getStore() &&
+          channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
       "[",
       label.operation,
       "] expected a process group that can be split, but the ",
       name(),
-      " group cannot: its backend does not support splitting; make one process group per mesh dimension and use "
+      " group cannot: its backend does not support splitting, or it has no store; make one process group per mesh "
+      "dimension and use "
       "Mesh::from_groups");
-  return channel_->guarded(label, "split", [&] {
-    return parent->splitGroup(
-        members, options_.timeout, std::nullopt, c10::str("libfsdp/", parent->getGroupName(), "/", part), std::nullopt);
-  });
+  const auto name = c10::str("libfsdp/", parent->getGroupName(), "/", part);
+  return [parent, members, name, device = device(), timeout = options_.timeout](const StorePtr&, int, int) {
+    const c10::DeviceGuard guard(device); // on a thread of its own
+    return parent->splitGroup(members, timeout, std::nullopt, name, std::nullopt);
+  };
 }
 
 ProcessGroupPtr C10dGroup::make_part(const std::vector<int>& members, const std::string& part, const Label& label) {
+  const auto& make = options_.make_process_group;
   const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
+  const Joining joining{
+      .store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, channel_->process_group()->getStore()),
+      .rank = static_cast<int>(index),
+      .size = static_cast<int>(members.size()),
+      .timeout = channel_->timeout(),
+      .backend = name(),
+      .label = label};
   try {
-    return join_group(
-        options_.make_process_group,
-        {.store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, channel_->process_group()->getStore()),
-         .rank = static_cast<int>(index),
-         .size = static_cast<int>(members.size()),
-         .timeout = channel_->timeout(),
-         .backend = name(),
-         .label = label});
+    const WithoutCallersLock no_callers_lock; // which a backend of the caller's may need
+    return join_group(make ? make : splitting(members, part, label), joining);
   } catch (const CommError& error) {
     channel_->abort(error.what()); // the ranks that are not of the part have to know too
     throw;

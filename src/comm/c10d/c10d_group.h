@@ -20,6 +20,8 @@ class C10dGroup final : public Group {
   bool gathers_in_place() const override {
     return false;
   }
+  void begin_unseen_writes(const Label&) override {} // nobody reads what another rank writes
+  void end_unseen_writes() override {}
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override;
   std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override;
   void broadcast(at::Tensor tensor, int root, const Label& label) override;
@@ -38,8 +40,7 @@ class C10dGroup final : public Group {
 
  private:
   /// `part`: a name for it within this process group.
-  ProcessGroupPtr split_process_group(const std::vector<int>& members, const std::string& part, const Label& label);
-
+  MakeProcessGroup splitting(const std::vector<int>& members, const std::string& part, const Label& label) const;
   ProcessGroupPtr make_part(const std::vector<int>& members, const std::string& part, const Label& label);
 
   std::shared_ptr<adapter::Channel> channel_;

@@ -10,7 +10,7 @@
 #include "base/format.h"
 #include "base/log.h"
 #include "base/tracing.h"
-#include "comm/timeout.h"
+#include "comm/within_limit.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -64,12 +64,6 @@ std::optional<c10d::ErrorType> error_of(const c10d::ProcessGroup& group) {
   } catch (const std::exception&) {
     return std::nullopt;
   }
-}
-
-/// "unshard of 'blocks.3'"
-std::string name_of(const CollectiveId& id) {
-  const std::string unit = id.label.unit.empty() ? "" : " of '" + id.label.unit + "'";
-  return id.label.operation + unit;
 }
 
 } // namespace
@@ -128,7 +122,7 @@ Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Opt
       timeout_(bounded(options.timeout)),
       control_device_(find_control_device(**process_group_)),
       collectives_(*process_group_, timeout_),
-      board_(board_store((*process_group_)->getStore()), rank_, size_),
+      board_((*process_group_)->getStore(), rank_, size_),
       check_order_(options.check_order),
       reports_errors_(error_of(**process_group_).has_value()) {}
 
@@ -227,9 +221,9 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
       fail(id, *reason);
     }
     if (Clock::now() >= deadline) {
-      fail_and_ask(id, c10::str("it took longer than ", timeout_.count() / 1000.0, " s"));
+      fail_and_ask(id, "it took longer than " + in_seconds(timeout_));
     }
-    board_->wait_at({id.number, name_of(id)});
+    board_->wait_at({id.number, fsdp::describe(id.label)});
   }
 }
 
@@ -260,7 +254,7 @@ void Channel::throw_if_failed(const CollectiveId& id) {
 }
 
 void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
-  const std::string others = board_->ask({id.number, name_of(id)});
+  const std::string others = board_->ask({id.number, fsdp::describe(id.label)});
   fail(id, others.empty() ? reason : c10::str(reason, "; ", others));
 }
 

@@ -17,6 +17,7 @@
 #include "comm/c10d/notice_board.h"
 #include "comm/c10d/order_check.h"
 #include "comm/of_this_process.h"
+#include "comm/words.h"
 
 namespace fsdp::adapter {
 

@@ -10,6 +10,7 @@
 
 #include "base/log.h"
 #include "base/view_into.h"
+#include "comm/words.h"
 
 // LibTorch 2.12 renamed what 2.11 knows by these names only; the old names are kept as aliases.
 #pragma GCC diagnostic ignored "-Wdeprecated-declarations"
@@ -262,11 +263,6 @@ Works Collectives::barrier(c10::Device device) {
     options.device_ids = {device.index()};
   }
   return {process_group_->barrier(options)};
-}
-
-std::string message_of(const std::exception& error) {
-  const auto* from_c10 = dynamic_cast<const c10::Error*>(&error);
-  return from_c10 ? from_c10->what_without_backtrace() : error.what();
 }
 
 } // namespace fsdp::adapter

@@ -56,7 +56,4 @@ class Collectives {
   std::array<OfDtypes, kOperations> support_{};
 };
 
-/// An exception's message without the C++ stack that c10 appends.
-std::string message_of(const std::exception& error);
-
 } // namespace fsdp::adapter

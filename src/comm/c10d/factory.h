@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <string>
 
 #include <fsdp/group.h>
 
@@ -19,6 +20,29 @@ using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
 /// What it takes to make a process group of some backend: a store of its own, this rank, and the number of ranks.
 using MakeProcessGroup = std::function<ProcessGroupPtr(StorePtr store, int rank, int size)>;
 
+/// Makes Gloo process groups for the CPU, and NCCL ones for this rank's GPU; null in a build without them.
+MakeProcessGroup gloo_process_groups(std::chrono::milliseconds timeout);
+MakeProcessGroup nccl_process_groups(c10::Device device, std::chrono::milliseconds timeout);
+
+/// Whether this build can make Gloo groups.
+inline bool gloo_available() {
+  return gloo_process_groups({}) != nullptr;
+}
+
+/// A process group that ranks are about to make.
+struct Joining {
+  StorePtr store; ///< the new group's alone
+  int rank;
+  int size;
+  std::chrono::milliseconds timeout;
+  std::string backend; ///< for errors
+  Label label;
+};
+
+/// Makes it on all ranks or on none: returns once every rank has it, and if one fails, or the time is over, all get a
+/// CommError. Collective.
+ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining);
+
 struct C10dOptions {
   std::chrono::milliseconds timeout;
   /// Compare what the ranks are about to do before each collective. Unset: as FSDP_CHECK_ORDER says; without it, for
@@ -31,6 +55,9 @@ struct C10dOptions {
 };
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);
+
+/// The group of a process group that is joined first, as are those that it is split into. Collective.
+std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining);
 
 /// How long the group waits; FSDP_TIMEOUT or ten minutes where its backend does not say.
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group);

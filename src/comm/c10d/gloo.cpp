@@ -1,4 +1,4 @@
-#include "comm/c10d/gloo.h"
+#include "comm/c10d/factory.h"
 
 #ifndef USE_C10D_GLOO
 #define USE_C10D_GLOO
@@ -14,7 +14,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include "base/env.h"
-#include "comm/c10d/join_group.h"
 
 namespace fsdp {
 namespace {
@@ -50,24 +49,8 @@ ProcessGroupPtr make_gloo(StorePtr store, int rank, int size, std::chrono::milli
 
 } // namespace
 
-bool gloo_available() {
-  return true;
-}
-
 MakeProcessGroup gloo_process_groups(std::chrono::milliseconds timeout) {
   return [timeout](StorePtr store, int rank, int size) { return make_gloo(std::move(store), rank, size, timeout); };
-}
-
-std::shared_ptr<Group> gloo_group(StorePtr store, int rank, int size, std::chrono::milliseconds timeout) {
-  const MakeProcessGroup make = gloo_process_groups(timeout);
-  const Joining joining{
-      .store = std::move(store),
-      .rank = rank,
-      .size = size,
-      .timeout = timeout,
-      .backend = "gloo",
-      .label = {"init", ""}};
-  return c10d_group(join_group(make, joining), {.timeout = timeout, .make_process_group = make});
 }
 
 } // namespace fsdp

@@ -1,4 +1,4 @@
-#include "comm/c10d/join_group.h"
+#include "comm/c10d/factory.h"
 
 #include <algorithm>
 #include <exception>
@@ -10,9 +10,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "base/check.h"
-#include "comm/c10d/collectives.h"
 #include "comm/c10d/notice_board.h"
 #include "comm/within_limit.h"
+#include "comm/words.h"
 
 namespace fsdp {
 namespace {
@@ -53,7 +53,7 @@ class SlicedStore final : public c10d::PrefixStore {
   void wait(const std::vector<std::string>& keys, const milliseconds& timeout) override {
     const auto deadline = Clock::now() + timeout;
     for (milliseconds slice = kShortSlice; !has(keys, slice); slice = kSlice) {
-      TORCH_CHECK(Clock::now() < deadline, "the other ranks did not come within ", timeout.count() / 1000.0, " s");
+      TORCH_CHECK(Clock::now() < deadline, "the other ranks did not come within ", in_seconds(timeout));
     }
   }
 
@@ -92,7 +92,7 @@ ProcessGroupPtr await(std::future<ProcessGroupPtr> made, milliseconds timeout, a
       fail(*reason);
     }
     if (Clock::now() >= deadline) {
-      fail("it took longer than ", timeout.count() / 1000.0, " s");
+      fail("it took longer than ", in_seconds(timeout));
     }
     board.wait_at(adapter::NoticeBoard::joining());
   }
@@ -103,11 +103,11 @@ ProcessGroupPtr await(std::future<ProcessGroupPtr> made, milliseconds timeout, a
 
 ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining) {
   const StorePtr store = c10::make_intrusive<SlicedStore>(joining.store, joining.timeout);
-  adapter::NoticeBoard board(adapter::board_store(store), joining.rank, joining.size);
+  adapter::NoticeBoard board(store, joining.rank, joining.size);
   try {
     return await(start_making(make, store, joining), joining.timeout, board);
   } catch (const std::exception& error) {
-    const auto reason = adapter::message_of(error);
+    const auto reason = message_of(error);
     const auto others = board.ask(adapter::NoticeBoard::joining());
     const bool is_told = others.empty() || reason.find(others) != std::string::npos;
     const auto message = c10::str(

@@ -1,4 +1,4 @@
-#include "comm/c10d/nccl.h"
+#include "comm/c10d/factory.h"
 
 #ifndef USE_C10D_NCCL
 #define USE_C10D_NCCL
@@ -12,7 +12,6 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "base/env.h"
-#include "comm/c10d/join_group.h"
 
 namespace fsdp {
 namespace {
@@ -42,24 +41,11 @@ ProcessGroupPtr make_nccl(StorePtr store, int rank, int size, c10::Device device
 
 } // namespace
 
-bool nccl_available() {
-  return true;
-}
-
-std::shared_ptr<Group> nccl_group(
-    StorePtr store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout) {
+MakeProcessGroup nccl_process_groups(c10::Device device, std::chrono::milliseconds timeout) {
   let_failures_be_exceptions();
-  const MakeProcessGroup make = [device, timeout](StorePtr own_store, int own_rank, int count) {
-    return make_nccl(std::move(own_store), own_rank, count, device, timeout);
+  return [device, timeout](StorePtr store, int rank, int size) {
+    return make_nccl(std::move(store), rank, size, device, timeout);
   };
-  const Joining joining{
-      .store = std::move(store),
-      .rank = rank,
-      .size = size,
-      .timeout = timeout,
-      .backend = "nccl",
-      .label = {"init", ""}};
-  return c10d_group(join_group(make, joining), {.timeout = timeout, .make_process_group = make});
 }
 
 } // namespace fsdp

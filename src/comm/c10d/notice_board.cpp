@@ -101,7 +101,8 @@ struct NoticeBoard::Listener {
   }
 };
 
-NoticeBoard::NoticeBoard(StorePtr store, int rank, int size) : store_(std::move(store)), rank_(rank), size_(size) {}
+NoticeBoard::NoticeBoard(const StorePtr& store, int rank, int size)
+    : store_(store ? c10::make_intrusive<c10d::PrefixStore>("libfsdp", store) : nullptr), rank_(rank), size_(size) {}
 
 NoticeBoard::~NoticeBoard() {
   stop_listening();
@@ -161,10 +162,6 @@ std::string NoticeBoard::ask(const Place& place) const {
     }
     return join(others);
   });
-}
-
-StorePtr board_store(const StorePtr& store) {
-  return store ? c10::make_intrusive<c10d::PrefixStore>("libfsdp", store) : nullptr;
 }
 
 } // namespace fsdp::adapter

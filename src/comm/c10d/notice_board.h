@@ -28,7 +28,8 @@ class NoticeBoard {
     return {.number = -1, .name = "the making of the group"};
   }
 
-  NoticeBoard(c10::intrusive_ptr<c10d::Store> store, int rank, int size);
+  /// In a part of the group's store, which may be null.
+  NoticeBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size);
   ~NoticeBoard();
   NoticeBoard(const NoticeBoard&) = delete;
   NoticeBoard& operator=(const NoticeBoard&) = delete;
@@ -53,8 +54,5 @@ class NoticeBoard {
   std::shared_ptr<Listener> listener_; // shared with its thread, which may outlive this
   bool announced_ = false;
 };
-
-/// The part of a group's store that its board uses; null stays null.
-c10::intrusive_ptr<c10d::Store> board_store(const c10::intrusive_ptr<c10d::Store>& store);
 
 } // namespace fsdp::adapter

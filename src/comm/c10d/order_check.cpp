@@ -7,7 +7,8 @@
 #include <vector>
 
 #include <ATen/ops/empty.h>
-#include <c10/util/StringUtil.h>
+
+#include "comm/words.h"
 
 namespace fsdp::adapter {
 namespace {
@@ -34,8 +35,8 @@ void store(char (&field)[N], const std::string& text) {
 }
 
 std::string describe(const Wire& wire) {
-  const std::string unit = wire.unit[0] == 0 ? "" : c10::str(" of '", wire.unit, "'");
-  return c10::str(wire.operation, unit, " (", wire.collective, ", ", wire.bytes, " bytes, number ", wire.sequence, ")");
+  const std::string what = fsdp::describe(wire.operation, wire.unit);
+  return c10::str(what, " (", wire.collective, ", ", wire.bytes, " bytes, number ", wire.sequence, ")");
 }
 
 at::Tensor host_bytes(int64_t bytes, c10::Device device) {

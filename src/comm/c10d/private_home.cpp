@@ -41,39 +41,29 @@ char* address(const at::Tensor& memory) {
   return static_cast<char*>(memory.data_ptr());
 }
 
+// [Note: direct gathers] A collective of its own costs each piece a fixed time, a copy-out costs time by the byte.
+// Gloo, 2 ranks on one host: 12 slices of 256 KiB take 6 ms flat and 14 ms direct, 12 of 1 MiB 25 and 20 ms, 4 of 4
+// MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
+// backends that cannot group them.
+bool gathers_directly(const Payload& sent) {
+  const auto count = sent.order.size();
+  return count == 1 || (count <= kDirectPieces && sent.bytes >= kDirectSliceBytes * static_cast<int64_t>(count));
+}
+
 } // namespace
-
-struct PrivateHome::Plan : GatherPlan {
-  Plan(std::vector<Piece> all_pieces, int ranks, c10::Device where)
-      : GatherPlan(std::move(all_pieces), ranks, where), direct(gathers_directly()) {}
-
-  bool direct;
-
- private:
-  // [Note: direct gathers] A collective of its own costs each piece a fixed time, a copy-out costs time by the byte.
-  // Gloo, 2 ranks on one host: 12 slices of 256 KiB take 6 ms flat and 14 ms direct, 12 of 1 MiB 25 and 20 ms, 4 of 4
-  // MiB 53 and 20 ms; so from 1 MiB on. A single piece needs no copy-out in any case. The bound on the pieces is for
-  // backends that cannot group them.
-  bool gathers_directly() const {
-    const auto count = sent.order().size();
-    return count == 1 || (count <= kDirectPieces && sent.bytes() >= kDirectSliceBytes * static_cast<int64_t>(count));
-  }
-};
 
 /// All slices of a home, on their way or here.
 class PrivateGathered final : public Gathered {
  public:
-  using Plan = PrivateHome::Plan;
-
   PrivateGathered(
-      std::shared_ptr<Channel> channel, std::shared_ptr<const Plan> plan, at::Tensor sent, const Label& label)
+      std::shared_ptr<Channel> channel, std::shared_ptr<const GatherPlan> plan, at::Tensor sent, const Label& label)
       : channel_(std::move(channel)),
         plan_(std::move(plan)),
         stream_(current_stream(plan_->device)),
-        wholes_(channel_->pool().take(plan_->wholes.bytes(), plan_->device)),
+        wholes_(channel_->pool().take(plan_->wholes.bytes, plan_->device)),
         sent_(std::move(sent)) {
-    if (plan_->sent.bytes() > 0) {
-      pending_ = std::make_shared<Pending>(plan_->direct ? start_direct(label) : start_flat(label));
+    if (plan_->sent.bytes > 0) {
+      pending_ = std::make_shared<Pending>(gathers_directly(plan_->sent) ? start_direct(label) : start_flat(label));
     }
   }
 
@@ -102,11 +92,11 @@ class PrivateGathered final : public Gathered {
   }
 
   void* piece(size_t index) const override {
-    return address(wholes_) + plan_->wholes.offset(index);
+    return address(wholes_) + plan_->wholes.offsets[index];
   }
 
   int64_t bytes() const override {
-    return plan_->wholes.bytes() + (flat_.defined() ? plan_->sent.bytes() * plan_->size : 0);
+    return plan_->wholes.bytes + (flat_.defined() ? plan_->sent.bytes * plan_->size : 0);
   }
 
   const std::shared_ptr<Pending>& pending() const {
@@ -117,24 +107,24 @@ class PrivateGathered final : public Gathered {
   Pending start_direct(const Label& label) {
     std::vector<at::Tensor> outputs;
     std::vector<at::Tensor> inputs;
-    for (const size_t i : plan_->sent.order()) {
-      const int64_t bytes = plan_->sent.slice_bytes(i);
-      outputs.push_back(wholes_.narrow(0, plan_->wholes.offset(i), bytes * plan_->size));
-      inputs.push_back(sent_.narrow(0, plan_->sent.offset(i), bytes));
+    for (const size_t i : plan_->sent.order) {
+      const int64_t bytes = plan_->sent.slots[i].bytes;
+      outputs.push_back(wholes_.narrow(0, plan_->wholes.offsets[i], bytes * plan_->size));
+      inputs.push_back(sent_.narrow(0, plan_->sent.slots[i].offset, bytes));
     }
     return start(label, [&](Collectives& c) { return c.all_gather_each(outputs, inputs); });
   }
 
   Pending start_flat(const Label& label) {
-    flat_ = channel_->pool().take(plan_->sent.bytes() * plan_->size, plan_->device);
-    const int64_t bytes = plan_->sent.bytes();
+    flat_ = channel_->pool().take(plan_->sent.bytes * plan_->size, plan_->device);
+    const int64_t bytes = plan_->sent.bytes;
     const at::Tensor output = view_into(flat_, at::kByte, bytes * plan_->size);
     const at::Tensor input = view_into(sent_, at::kByte, bytes);
     return start(label, [&](Collectives& c) { return c.all_gather(output, input); });
   }
 
   Pending start(const Label& label, const Channel::Start& call) {
-    return channel_->start(label, "all-gather", plan_->device, plan_->sent.bytes(), call);
+    return channel_->start(label, "all-gather", plan_->device, plan_->sent.bytes, call);
   }
 
   void copy_out() {
@@ -146,7 +136,7 @@ class PrivateGathered final : public Gathered {
   }
 
   std::shared_ptr<Channel> channel_;
-  std::shared_ptr<const Plan> plan_;
+  std::shared_ptr<const GatherPlan> plan_;
   Stream stream_; // the stream that was current at the gather: all work on the memory below is queued there
   at::Tensor wholes_;
   at::Tensor sent_; // kept until the collective has read it
@@ -157,12 +147,12 @@ class PrivateGathered final : public Gathered {
 
 PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
     : channel_(std::move(channel)),
-      plan_(std::make_shared<Plan>(std::move(pieces), channel_->size(), options.device)),
+      plan_(std::make_shared<GatherPlan>(std::move(pieces), channel_->size(), options.device)),
       idle_buffers_(channel_->pool().keep_idle()),
-      memory_(slice_memory(plan_->stored.bytes(), options)) {}
+      memory_(slice_memory(plan_->stored.bytes, options)) {}
 
 void* PrivateHome::slice(size_t index) const {
-  return address(memory_) + plan_->stored.offset(index);
+  return address(memory_) + plan_->stored.slots[index].offset;
 }
 
 // Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.

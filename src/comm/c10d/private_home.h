@@ -21,18 +21,14 @@ class PrivateHome final : public Home {
   std::unique_ptr<Gathered> gather(const Label& label) override;
 
  private:
-  struct Plan;
-
   at::Tensor sendable();
 
   std::shared_ptr<Channel> channel_;
-  std::shared_ptr<const Plan> plan_; // a Gathered may outlive its home
+  std::shared_ptr<const GatherPlan> plan_; // a Gathered may outlive its home
   std::shared_ptr<BufferPool::Idle> idle_buffers_; // kept from one gather or reduction to the next, as long as a home
   at::Tensor memory_;
   std::weak_ptr<Pending> reading_; // the collective that may still read `memory_`
   Event copied_; // the copy from host memory to the device, which the next write has to wait for
-
-  friend class PrivateGathered;
 };
 
 } // namespace fsdp::adapter

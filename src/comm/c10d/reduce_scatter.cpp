@@ -1,5 +1,3 @@
-#include "comm/c10d/reduce_scatter.h"
-
 #include <algorithm>
 #include <cstring>
 #include <utility>
@@ -9,9 +7,11 @@
 #include <c10/core/GradMode.h>
 
 #include "base/view_into.h"
+#include "comm/c10d/reductions.h"
 #include "comm/c10d/streamed_work.h"
 #include "comm/copy_each.h"
 #include "comm/divide.h"
+#include "comm/queued.h"
 #include "comm/rank_major.h"
 #include "comm/reduce.h"
 
@@ -241,14 +241,14 @@ std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, Red
   }
   RankMajor layout(args, channel->size());
   if (layout.row() == 0) {
-    return std::make_unique<NoWork>();
+    return std::make_unique<Queued>(c10::kCPU); // nothing to do on any rank
   }
   const at::Tensor& like = args.slices.front();
   const bool on_host = like.device().is_cpu();
   if (mostly_padding(args, layout, channel->size()) && (!on_host || host_backends_combine(like.scalar_type()))) {
     return std::make_unique<WholeSum>(std::move(channel), std::move(args), label);
   }
-  if (on_host && find_numbers(like.scalar_type())) {
+  if (on_host && host_combines(like.scalar_type())) {
     return std::make_unique<HostSum>(std::move(channel), std::move(args), std::move(layout), label);
   }
   return std::make_unique<BackendSum>(std::move(channel), std::move(args), std::move(layout), label);

@@ -45,13 +45,4 @@ class StreamedWork : public Work {
   bool finished_ = false;
 };
 
-/// Nothing to do on any rank.
-class NoWork final : public Work {
- public:
-  bool done() override {
-    return true;
-  }
-  void wait() override {}
-};
-
 } // namespace fsdp::adapter

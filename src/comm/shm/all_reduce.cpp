@@ -2,7 +2,10 @@
 #include <cstring>
 #include <utility>
 
+#include <ATen/ops/from_blob.h>
+
 #include "comm/arguments.h"
+#include "comm/reduce.h"
 #include "comm/shm/publication.h"
 #include "comm/shm/whole.h"
 
@@ -13,10 +16,9 @@ namespace {
 struct AllReduce {
   const Core& core;
   at::Tensor tensor;
-  Combine combine;
+  ReduceOp op;
   double divide_by;
   Label label;
-  Numbers numbers;
   uint64_t number = 0;
   char* place = nullptr; // where the others read this rank's tensor
   std::shared_ptr<char> block; // that it lies in, if it had to be copied
@@ -24,27 +26,18 @@ struct AllReduce {
   char* memory() const {
     return static_cast<char*>(tensor.mutable_data_ptr());
   }
-  int64_t count() const {
-    return tensor.numel() * numbers.each;
-  }
   // Each rank sums an equal part, of whole cache lines.
   Piece split() const {
-    const int64_t share = (count() + core.members->size() - 1) / core.members->size();
-    return {count(), static_cast<int64_t>(whole_lines(share)), tensor.scalar_type(), tensor.scalar_type()};
+    const int64_t share = (tensor.numel() + core.members->size() - 1) / core.members->size();
+    return {tensor.numel(), static_cast<int64_t>(whole_lines(share)), tensor.scalar_type(), tensor.scalar_type()};
   }
-  const char* theirs(int rank) const {
-    return Publication::find(core.reach, core.collectives.post_of(rank, number), rank, 0, 1);
+  size_t begin_of(int rank) const {
+    return static_cast<size_t>(split().begin(rank)) * tensor.element_size();
   }
-
-  void combine_numbers(const std::vector<const void*>& sources, void* result, int64_t count_numbers) const {
-    reduce(
-        {.number = numbers.kind,
-         .combine = combine,
-         .divide_by = divide_by,
-         .sources = sources.data(),
-         .count_sources = static_cast<int>(sources.size()),
-         .result = result,
-         .count = count_numbers});
+  const char* tensor_of(int rank) const {
+    return rank == core.members->rank()
+               ? place
+               : Publication::find(core.reach, core.collectives.post_of(rank, number), rank, 0, 1);
   }
 
   // All numbers lie in the posts: each rank sums them all.
@@ -53,34 +46,28 @@ struct AllReduce {
     for (int r = 0; r < core.members->size(); ++r) {
       sources.push_back(core.collectives.post_of(r, number).words);
     }
-    combine_numbers(sources, memory(), count());
+    reduce(tensor, sources, op, divide_by);
   }
 
   void combine_own_part() const {
     const int rank = core.members->rank();
-    const int64_t offset = split().begin(rank) * static_cast<int64_t>(bytes_of(numbers.kind));
+    const at::Tensor part = at::from_blob(place + begin_of(rank), {split().length(rank)}, tensor.scalar_type());
     core.members->read_others(label, [&] {
       std::vector<const void*> sources;
       for (int r = 0; r < core.members->size(); ++r) {
-        sources.push_back((r == rank ? place : theirs(r)) + offset);
+        sources.push_back(tensor_of(r) + begin_of(rank));
       }
-      combine_numbers(sources, place + offset, split().length(rank));
+      reduce(part, sources, op, divide_by);
     });
-  }
-
-  void fetch_part(int rank) const {
-    const size_t size = bytes_of(numbers.kind);
-    const char* source = rank == core.members->rank() ? place : theirs(rank);
-    const size_t offset = static_cast<size_t>(split().begin(rank)) * size;
-    if (source + offset != memory() + offset) {
-      std::memcpy(memory() + offset, source + offset, static_cast<size_t>(split().length(rank)) * size);
-    }
   }
 
   void fetch_parts() const {
     core.members->read_others(label, [&] {
       for (int r = 0; r < core.members->size(); ++r) {
-        fetch_part(r);
+        const char* source = tensor_of(r) + begin_of(r);
+        if (char* target = memory() + begin_of(r); target != source) {
+          std::memcpy(target, source, static_cast<size_t>(split().length(r)) * tensor.element_size());
+        }
       }
     });
   }
@@ -101,10 +88,9 @@ std::unique_ptr<Work> all_reduce_small(const CorePointer& core, AllReduce work, 
 // tensor itself, waits until they have been.
 std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Post& post) {
   Collectives& collectives = core->collectives;
-  Publication publication(core->reach);
-  publication.publish(post, {{work.memory(), work.tensor.nbytes(), 0, 0}});
-  work.place = publication.place(0);
-  work.block = publication.block();
+  const Publication publication(core->reach, post, {{work.memory(), work.tensor.nbytes(), 0, 0}});
+  work.place = publication.places[0];
+  work.block = publication.block;
   work.number = collectives.commit(/*steps=*/3);
 
   const uint64_t first = work.number;
@@ -123,15 +109,12 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
 std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
   check_all_reduce(tensor, op, label);
-  const Numbers numbers = numbers_of(tensor.scalar_type(), label);
-  Fingerprint print("all_reduce", label);
-  print.add(static_cast<uint64_t>(tensor.numel()))
-      .add(static_cast<uint64_t>(tensor.scalar_type()))
-      .add(static_cast<uint64_t>(op))
-      .add(std::bit_cast<uint64_t>(divide_by));
+  check_combines(tensor.scalar_type(), label);
+  const Fingerprint print(
+      "all_reduce", label, tensor.numel(), tensor.scalar_type(), op, std::bit_cast<uint64_t>(divide_by));
   core->collectives.await_kept(8, label);
   Post& post = core->collectives.prepare(label, print);
-  AllReduce work{*core, std::move(tensor), combine_of(op), divide_by, label, numbers, 0, nullptr, nullptr};
+  AllReduce work{*core, std::move(tensor), op, divide_by, label, 0, nullptr, nullptr};
   return work.tensor.nbytes() <= Post::kBytes ? all_reduce_small(core, std::move(work), post)
                                               : all_reduce_big(core, std::move(work), post);
 }

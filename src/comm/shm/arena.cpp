@@ -11,7 +11,6 @@
 #include "base/env.h"
 #include "base/format.h"
 #include "comm/memory_limit.h"
-#include "comm/shm/blocks.h"
 
 namespace fsdp::shm {
 namespace {
@@ -73,51 +72,35 @@ class TensorAllocator final : public c10::Allocator {
 
 } // namespace
 
-struct Arena::Impl {
-  mutable std::mutex mutex;
-  std::shared_ptr<Segment> segment = reserve();
-  Blocks blocks{segment->bytes()};
-  size_t share = 0; // that tensors may take once they are served
-  size_t cap = 0; // for tensors
-  int keepers = 0; // who want freed blocks kept
-  size_t kept = 0; // about as many bytes of free blocks hold memory
-  bool inherited = false; // by fork: the memory is the parent's
-
-  void* take(size_t bytes, char* base) {
-    const Blocks::Block block = blocks.take(bytes);
-    kept -= std::min(kept, block.bytes);
-    return block.bytes > 0 ? base + block.offset : nullptr;
-  }
-  void drop_kept() {
-    blocks.drop_free([this](size_t offset, size_t bytes) { segment->punch(offset, bytes); });
-    kept = 0;
-  }
-
-  static void before_fork() {
-    Arena::of_process().impl_->mutex.lock();
-  }
-  static void after_fork_in_parent() {
-    Arena::of_process().impl_->mutex.unlock();
-  }
-  // A forked child keeps its tensors, on pages of its own as soon as it writes, and takes new memory elsewhere.
-  static void after_fork_in_child() {
-    Arena::of_process().impl_->inherited = true;
-    Arena::of_process().impl_->mutex.unlock();
-  }
-};
-
 Arena& Arena::of_process() {
   static auto* arena = new Arena;
   return *arena;
 }
 
-Arena::Arena() : impl_(new Impl), base_(impl_->segment->writable()), capacity_(impl_->segment->bytes()) {
-  impl_->segment->keep_in_children();
-  pthread_atfork(&Impl::before_fork, &Impl::after_fork_in_parent, &Impl::after_fork_in_child);
+Arena::Arena() : segment_(reserve()), base_(segment_->writable()), capacity_(segment_->bytes()), blocks_(capacity_) {
+  segment_->keep_in_children();
+  pthread_atfork(
+      [] { of_process().mutex_.lock(); },
+      [] { of_process().mutex_.unlock(); },
+      [] { // a forked child keeps its tensors, on pages of its own as soon as it writes, and takes new memory elsewhere
+        of_process().inherited_ = true;
+        of_process().mutex_.unlock();
+      });
+}
+
+void* Arena::take_block(size_t bytes) {
+  const Blocks::Block block = blocks_.take(bytes);
+  kept_ -= std::min(kept_, block.bytes);
+  return block.bytes > 0 ? base_ + block.offset : nullptr;
+}
+
+void Arena::drop_kept() {
+  blocks_.drop_free([this](size_t offset, size_t bytes) { segment_->punch(offset, bytes); });
+  kept_ = 0;
 }
 
 const SegmentId& Arena::id() const {
-  return impl_->segment->id();
+  return segment_->id();
 }
 
 size_t Arena::share_for_tensors(size_t memory, int processes_on_host, size_t capacity) {
@@ -130,72 +113,71 @@ void Arena::offer_to_tensors(int processes_on_host) {
   const size_t share = share_for_tensors(memory_limit(), processes_on_host, capacity_);
   const auto chosen = env::integer("FSDP_ARENA_MB", 0, static_cast<int64_t>(capacity_) / kMebibyte);
   {
-    std::lock_guard lock(impl_->mutex);
-    impl_->share = chosen ? static_cast<size_t>(*chosen * kMebibyte) : share;
+    std::lock_guard lock(mutex_);
+    share_ = chosen ? static_cast<size_t>(*chosen * kMebibyte) : share;
   }
   constexpr uint8_t kAboveTheDefault = 1;
   c10::SetCPUAllocator(allocator, kAboveTheDefault);
 }
 
 void Arena::serve_tensors() {
-  std::lock_guard lock(impl_->mutex);
-  impl_->cap = impl_->share;
+  std::lock_guard lock(mutex_);
+  cap_ = share_;
 }
 
 void* Arena::take(size_t bytes) {
-  std::lock_guard lock(impl_->mutex);
-  FSDP_CHECK(
-      !impl_->inherited, "[shared memory] a forked child cannot take its parent's place in a group; start a process");
-  void* memory = impl_->take(bytes, base_);
+  std::lock_guard lock(mutex_);
+  FSDP_CHECK(!inherited_, "[shared memory] a forked child cannot take its parent's place in a group; start a process");
+  void* memory = take_block(bytes);
   FSDP_CHECK(
       memory,
       "[shared memory] no room for ",
       human_bytes(static_cast<int64_t>(bytes)),
       " that other ranks have to read: ",
-      human_bytes(static_cast<int64_t>(impl_->blocks.bytes_in_use())),
+      human_bytes(static_cast<int64_t>(blocks_.bytes_in_use())),
       " are in use; set FSDP_ARENA_MB lower");
   return memory;
 }
 
 void* Arena::take_for_tensor(size_t bytes) {
-  std::lock_guard lock(impl_->mutex);
-  if (impl_->inherited || impl_->blocks.bytes_in_use() + bytes > impl_->cap) {
+  std::lock_guard lock(mutex_);
+  if (inherited_ || blocks_.bytes_in_use() + bytes > cap_) {
     return nullptr;
   }
-  return impl_->take(bytes, base_);
+  return take_block(bytes);
 }
 
 void Arena::give_back(void* memory) {
-  std::lock_guard lock(impl_->mutex);
-  if (impl_->inherited) {
+  std::lock_guard lock(mutex_);
+  if (inherited_) {
     return;
   }
-  const size_t bytes = impl_->blocks.give_back(offset(memory));
-  if (impl_->keepers == 0 && bytes >= kTooBigToKeep) {
-    impl_->segment->punch(offset(memory), bytes);
+  const size_t bytes = blocks_.give_back(offset(memory));
+  if (keepers_ == 0 && bytes >= kTooBigToKeep) {
+    segment_->punch(offset(memory), bytes);
     return;
   }
-  impl_->kept += bytes;
-  if (impl_->keepers == 0 && impl_->kept > kKeptAnyway) {
-    impl_->drop_kept();
+  kept_ += bytes;
+  if (keepers_ == 0 && kept_ > kKeptAnyway) {
+    drop_kept();
   }
 }
 
 void Arena::start_keeping() {
-  std::lock_guard lock(impl_->mutex);
-  ++impl_->keepers;
+  std::lock_guard lock(mutex_);
+  ++keepers_;
 }
 
 void Arena::stop_keeping() {
-  std::lock_guard lock(impl_->mutex);
-  if (--impl_->keepers == 0 && !impl_->inherited) {
-    impl_->drop_kept();
+  std::lock_guard lock(mutex_);
+  if (--keepers_ == 0 && !inherited_) {
+    drop_kept();
   }
 }
 
 size_t Arena::bytes_in_use() const {
-  std::lock_guard lock(impl_->mutex);
-  return impl_->blocks.bytes_in_use();
+  std::lock_guard lock(mutex_);
+  return blocks_.bytes_in_use();
 }
 
 } // namespace fsdp::shm

@@ -3,7 +3,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 
+#include "comm/shm/blocks.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp::shm {
@@ -49,10 +51,19 @@ class Arena {
 
  private:
   Arena();
-  struct Impl;
-  Impl* impl_;
+  void* take_block(size_t bytes);
+  void drop_kept();
+
+  mutable std::mutex mutex_;
+  std::shared_ptr<Segment> segment_;
   char* base_;
   size_t capacity_;
+  Blocks blocks_;
+  size_t share_ = 0; // that tensors may take once they are served
+  size_t cap_ = 0; // for tensors
+  int keepers_ = 0; // who want freed blocks kept
+  size_t kept_ = 0; // about as many bytes of free blocks hold memory
+  bool inherited_ = false; // by fork: the memory is the parent's
 };
 
 } // namespace fsdp::shm

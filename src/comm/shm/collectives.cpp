@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "comm/words.h"
+
 namespace fsdp::shm {
 
 Post& Collectives::prepare(const Label& label, const Fingerprint& fingerprint) {
@@ -72,20 +74,20 @@ bool Collectives::advance(Leftovers& leftovers) {
 
 void Collectives::run_front(Leftovers& leftovers) {
   const StepPointer step = queue_.front();
-  step->part.run();
-  leftovers.push_back(std::exchange(step->part.run, nullptr));
+  step->run();
+  leftovers.push_back(std::exchange(step->run, nullptr));
   queue_.pop_front();
-  members_.publish(members_.mine().finished, step->part.number);
+  members_.publish(members_.mine().finished, step->number);
   step->done = true;
 }
 
 bool Collectives::arrived(Step& step) {
   for (; step.arrived < members_.size(); ++step.arrived) {
     const int rank = step.arrived;
-    if (rank == members_.rank() || !step.part.depends_on(rank)) {
+    if (rank == members_.rank() || !step.depends_on(rank)) {
       continue;
     }
-    if (!step.part.reached(members_.slot(rank))) {
+    if (!step.reached(members_.slot(rank))) {
       return false;
     }
     check_order(step, rank);
@@ -94,24 +96,24 @@ bool Collectives::arrived(Step& step) {
 }
 
 void Collectives::check_order(const Step& step, int rank) const {
-  const Post& other = post_of(rank, step.part.number);
-  if (members_.slot(rank).posted.load() < step.part.number || other.fingerprint == step.fingerprint) {
+  const Post& other = post_of(rank, step.number);
+  if (members_.slot(rank).posted.load() < step.number || other.fingerprint == step.fingerprint) {
     return;
   }
-  const std::string mine = describe(step.label.operation, step.label.unit);
+  const std::string mine = describe(step.label);
   const std::string theirs = describe(other.label.operation.load(), other.label.unit.load());
-  const std::string me = "rank " + std::to_string(members_.rank());
-  const std::string they = "rank " + std::to_string(rank);
-  if (mine == theirs) {
-    members_.fail(
-        step.label,
-        me + " and " + they + " both call " + mine +
-            ", but with different sizes, dtypes or arguments; they must agree");
-  }
+  const auto me = c10::str("rank ", members_.rank()), they = c10::str("rank ", rank);
   members_.fail(
       step.label,
-      me + " calls " + mine + " where " + they + " calls " + theirs +
-          "; all ranks must call the same operations in the same order");
+      mine == theirs ? c10::str(
+                           me,
+                           " and ",
+                           they,
+                           " both call ",
+                           mine,
+                           ", but with different sizes, dtypes or arguments; they must agree")
+                     : c10::str(me, " calls ", mine, " where ", they, " calls ", theirs) +
+                           "; all ranks must call the same operations in the same order");
 }
 
 void Collectives::finish(const StepPointer& step) {
@@ -153,8 +155,7 @@ void Collectives::await_front(const Label& label) {
   const StepPointer step = advance() ? nullptr : front();
   if (step) {
     const int peer = std::min(step->arrived.load(), members_.size() - 1);
-    members_.await(
-        peer, label, [&](int r) { return !step->part.depends_on(r) || step->part.reached(members_.slot(r)); });
+    members_.await(peer, label, [&](int r) { return !step->depends_on(r) || step->reached(members_.slot(r)); });
   }
 }
 

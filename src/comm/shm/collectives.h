@@ -37,11 +37,10 @@ class Collectives final : public Errand {
     }
   };
   /// A part on its way.
-  struct Step {
-    Step(Part part_, Label label_, uint64_t fingerprint_)
-        : part(std::move(part_)), label(std::move(label_)), fingerprint(fingerprint_) {}
+  struct Step : Part {
+    Step(Part part, Label label_, uint64_t fingerprint_)
+        : Part(std::move(part)), label(std::move(label_)), fingerprint(fingerprint_) {}
 
-    Part part;
     Label label;
     uint64_t fingerprint;
     std::atomic<int> arrived = 0; ///< ranks below are known to have reached what it depends on

@@ -3,7 +3,15 @@
 #include <exception>
 #include <utility>
 
+#include "base/check.h"
+
 namespace fsdp::shm {
+
+void agree(const std::vector<std::string>& complaints) {
+  for (const std::string& complaint : complaints) {
+    FSDP_CHECK(complaint.empty(), complaint);
+  }
+}
 
 Core::Core(std::shared_ptr<Members> members_, Reach reach_)
     : members(std::move(members_)),

@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <fsdp/error.h>
+
 #include "comm/shm/collectives.h"
 #include "comm/shm/members.h"
 #include "comm/shm/phases.h"
@@ -43,8 +45,23 @@ std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label);
 
-/// Every rank's bytes. Makes this rank's writes so far visible to a rank that reads alone.
-std::vector<std::string> exchange(const CorePointer& core, const std::string& bytes, const Label& label);
+/// Every rank's bytes; an error if they did not all come with the same number. Makes this rank's writes so far visible
+/// to a rank that reads alone.
+std::vector<std::string> exchange(
+    const CorePointer& core, const std::string& bytes, const Label& label, uint64_t agreed = 0);
+
+/// What `action` fails with, for the other ranks to hear; empty if it does not.
+template <typename Action>
+std::string complaint_of(const Action& action) {
+  try {
+    action();
+    return "";
+  } catch (const Error& error) {
+    return error.what();
+  }
+}
+/// All ranks' complaints: throws the first, on every rank.
+void agree(const std::vector<std::string>& complaints);
 
 std::shared_ptr<Home> make_home(
     const CorePointer& core, std::vector<Piece> pieces, const HomeOptions& options, const Label& label);

@@ -34,8 +34,9 @@ std::string read(const Core& core, int rank, uint64_t number) {
 
 } // namespace
 
-std::vector<std::string> exchange(const CorePointer& core, const std::string& bytes, const Label& label) {
-  Post& post = core->collectives.prepare(label, Fingerprint("exchange", label));
+std::vector<std::string> exchange(
+    const CorePointer& core, const std::string& bytes, const Label& label, uint64_t agreed) {
+  Post& post = core->collectives.prepare(label, Fingerprint("exchange", label, agreed));
   const auto block = fill(post, *core, bytes);
   core->phases.publish_writes();
   core->unseen_writes.end();

@@ -10,20 +10,20 @@ namespace fsdp::shm {
 /// A number that differs when ranks call different collectives (FNV-1a over what they were called with).
 class Fingerprint {
  public:
-  Fingerprint(std::string_view kind, const Label& label) {
-    add(kind).add(label.operation).add(label.unit);
+  template <typename... Numbers>
+  Fingerprint(std::string_view kind, const Label& label, Numbers... numbers) {
+    for (const std::string_view text : {kind, std::string_view(label.operation), std::string_view(label.unit)}) {
+      for (const char c : text) {
+        mix(static_cast<unsigned char>(c));
+      }
+      add(text.size());
+    }
+    add(numbers...);
   }
 
-  Fingerprint& add(std::string_view text) {
-    for (const char c : text) {
-      mix(static_cast<unsigned char>(c));
-    }
-    return add(text.size());
-  }
-  Fingerprint& add(uint64_t number) {
-    mix(number);
-    mix(number >> 32);
-    return *this;
+  template <typename... Numbers>
+  void add(Numbers... numbers) {
+    ((mix(static_cast<uint64_t>(numbers)), mix(static_cast<uint64_t>(numbers) >> 32)), ...);
   }
   uint64_t value() const {
     return value_;

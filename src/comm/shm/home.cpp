@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/from_blob.h>
@@ -93,8 +94,8 @@ class GatheredPieces final : public Gathered {
   }
 
   ~GatheredPieces() override {
-    if (has_region_ && !state_->core->members->inherited()) {
-      state_->scratch->release(region_);
+    if (region_ && !state_->core->members->inherited()) {
+      state_->scratch->release(*region_);
     }
   }
 
@@ -114,7 +115,7 @@ class GatheredPieces final : public Gathered {
   void* piece(size_t index) const override {
     const Layout& layout = state_->layout;
     const char* memory = layout.in_place[index] ? state_->segment->readable() + layout.stored[index]
-                                                : state_->scratch->readable(region_) + layout.cast[index];
+                                                : state_->scratch->readable(*region_) + layout.cast[index];
     return const_cast<char*>(memory); // mapped for reading only
   }
 
@@ -129,14 +130,13 @@ class GatheredPieces final : public Gathered {
     Core& core = *state_->core;
     Scratch& scratch = *state_->scratch;
     region_ = scratch.take(std::max<size_t>(1, state_->layout.cast_bytes));
-    has_region_ = true;
-    scratch.await_free(region_, label_);
+    scratch.await_free(*region_, label_);
     for (size_t i = 0; i < state_->pieces.size(); ++i) {
       if (!state_->layout.in_place[i]) {
         cast_slice(i);
       }
     }
-    core.collectives.prepare(label_, Fingerprint("gather", label_).add(scratch.history()));
+    core.collectives.prepare(label_, Fingerprint("gather", label_, scratch.history()));
     const uint64_t number = core.collectives.commit();
     arrival_ = core.collectives.queue({.number = number, .value = number});
   }
@@ -148,15 +148,14 @@ class GatheredPieces final : public Gathered {
       return;
     }
     char* target =
-        state_->scratch->writable(region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
+        state_->scratch->writable(*region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
     at::from_blob(target, {piece.length(rank)}, piece.gathered)
         .copy_(at::from_blob(state_->slice(index), {piece.length(rank)}, piece.stored));
   }
 
   StatePointer state_;
   Label label_;
-  Scratch::Region region_{};
-  bool has_region_ = false;
+  std::optional<Scratch::Region> region_; // if something is cast
   Collectives::StepPointer arrival_;
 };
 
@@ -212,13 +211,12 @@ void check(const std::vector<Piece>& pieces, const HomeOptions& options, int siz
   check_pieces(pieces, size, label);
 }
 
-std::string description(const std::vector<Piece>& pieces) {
+uint64_t fingerprint(const std::vector<Piece>& pieces) {
   Fingerprint print("pieces", {"", ""});
   for (const Piece& piece : pieces) {
-    print.add(static_cast<uint64_t>(piece.numel)).add(static_cast<uint64_t>(piece.chunk));
-    print.add(static_cast<uint64_t>(piece.stored)).add(static_cast<uint64_t>(piece.gathered));
+    print.add(piece.numel, piece.chunk, piece.stored, piece.gathered);
   }
-  return std::to_string(print.value());
+  return print.value();
 }
 
 // What rank 0 makes for all, and how it went.
@@ -235,14 +233,12 @@ struct Offer {
 
 Offer make_offer(const Layout& layout, bool new_scratch, int size) {
   Offer offer;
-  try {
+  offer.error = complaint_of([&] {
     offer.home = Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite);
     if (new_scratch) {
       offer.scratch = Scratch::make_segment(size);
     }
-  } catch (const Error& error) {
-    offer.error = error.what();
-  }
+  });
   return offer;
 }
 
@@ -263,16 +259,7 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
 bool agree_on_scratch(HomeState& state, const Label& label) {
   state.scratch = state.layout.any_cast ? state.core->scratch.lock() : nullptr;
   const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
-  const auto all = exchange(state.core, description(state.pieces) + "/" + mine, label);
-  const auto slash = [](const std::string& text) { return text.find('/'); };
-  for (size_t r = 0; r < all.size(); ++r) {
-    if (all[r].substr(0, slash(all[r])) != description(state.pieces)) {
-      state.core->members->fail(
-          label,
-          "rank " + std::to_string(state.core->members->rank()) + " and rank " + std::to_string(r) +
-              " share different parameters in " + describe(label.operation, label.unit) + "; they must agree");
-    }
-  }
+  const auto all = exchange(state.core, mine, label, fingerprint(state.pieces));
   const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == all[0]; });
   return state.layout.any_cast && !(same && state.scratch);
 }
@@ -287,15 +274,7 @@ std::shared_ptr<Home> make_home(
   const Offer offer =
       core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
   const std::string offered = exchange(core, offer.packed(), label)[0];
-  std::string error;
-  try {
-    open_offer(*state, offered, new_scratch);
-  } catch (const Error& failure) {
-    error = failure.what();
-  }
-  for (const std::string& result : exchange(core, error, label)) {
-    FSDP_CHECK(result.empty(), result);
-  }
+  agree(exchange(core, complaint_of([&] { open_offer(*state, offered, new_scratch); }), label));
   if (core->members->rank() == 0) {
     offer.home->hide();
     if (offer.scratch) {

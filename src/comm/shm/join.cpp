@@ -65,38 +65,25 @@ std::shared_ptr<Members> enter(const Joining& joining, const SegmentId& control)
       joining.family);
 }
 
-// Everybody's words on how it went: throws the first complaint.
-void agree(const std::string& complaint, const Exchange& exchange) {
-  for (const std::string& other : exchange(complaint)) {
-    FSDP_CHECK(other.empty(), other);
-  }
-}
-
 } // namespace
 
 CorePointer join(const Joining& joining, const Exchange& exchange) {
   std::shared_ptr<Segment> made;
   std::shared_ptr<Members> members;
-  std::vector<Greeting> greetings;
   std::vector<std::shared_ptr<Segment>> arenas;
-  std::string complaint;
   Greeting mine{static_cast<int32_t>(getpid()), Arena::of_process().id(), {}};
-  try {
+  std::string complaint = complaint_of([&] {
     if (joining.rank == 0) {
       made = Segment::create("fsdp-group", Control::bytes(joining.size), Access::kWrite);
       mine.control = made->id();
     }
-  } catch (const Error& error) {
-    complaint = error.what();
-  }
-  greetings = greet(mine, exchange);
-  try {
+  });
+  const std::vector<Greeting> greetings = greet(mine, exchange);
+  complaint += complaint_of([&] {
     members = enter(joining, greetings[0].control);
     arenas = open_arenas(greetings);
-  } catch (const Error& error) {
-    complaint += error.what();
-  }
-  agree(complaint, exchange);
+  });
+  agree(exchange(complaint));
   if (made) {
     made->hide();
   }

@@ -1,7 +1,6 @@
 #include "comm/shm/members.h"
 
 #include <algorithm>
-#include <sstream>
 #include <thread>
 
 #include <sched.h>
@@ -12,6 +11,8 @@
 #include "base/check.h"
 #include "comm/process.h"
 #include "comm/shm/futex.h"
+#include "comm/within_limit.h"
+#include "comm/words.h"
 
 namespace fsdp::shm {
 namespace {
@@ -23,8 +24,6 @@ using std::chrono::steady_clock;
 constexpr milliseconds kNap{20};
 // As long as other groups have something to do: their bells are not heard in this one's sleep.
 constexpr milliseconds kShortNap{1};
-// As good as for ever, and no clock overflows.
-constexpr milliseconds kLongestWait = std::chrono::hours(24 * 365);
 
 int usable_cores() {
   cpu_set_t cores;
@@ -37,18 +36,8 @@ int spins_for(int size) {
   return size <= usable_cores() ? 4000 : 50;
 }
 
-std::string of_unit(std::string_view unit) {
-  return unit.empty() ? "" : " of '" + std::string(unit) + "'";
-}
-
-std::string in_unit(std::string_view unit) {
-  return unit.empty() ? "" : " in unit '" + std::string(unit) + "'";
-}
-
-std::string seconds(milliseconds time) {
-  std::ostringstream out;
-  out << std::chrono::duration<double>(time).count() << " s";
-  return out.str();
+std::string in_unit(const Label& label) {
+  return label.unit.empty() ? "" : " in unit '" + label.unit + "'";
 }
 
 // Says for the length of a scope whom this rank waits for and whose changes have to wake it.
@@ -72,12 +61,8 @@ class Asleep {
 
 } // namespace
 
-std::string describe(std::string_view operation, std::string_view unit) {
-  return std::string(operation) + of_unit(unit);
-}
-
 Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
-    : place_{place.rank, place.size, std::min(place.timeout, kLongestWait)},
+    : place_{place.rank, place.size, bounded(place.timeout)},
       segment_(std::move(control)),
       family_(std::move(family)),
       control_(reinterpret_cast<Control*>(segment_->writable())),
@@ -179,9 +164,14 @@ void Members::time_is_up(int peer, const Label& label) {
   fail_waiting(
       label,
       silent,
-      "rank " + std::to_string(silent) + " gave no sign for " + seconds(place_.timeout) + " (it is in " +
-          last_words(silent) +
-          "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output");
+      c10::str(
+          "rank ",
+          silent,
+          " gave no sign for ",
+          in_seconds(place_.timeout),
+          " (it is in ",
+          last_words(silent),
+          "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output"));
 }
 
 bool Members::gone(int peer) const {
@@ -204,8 +194,8 @@ std::string Members::last_words(int peer) const {
 
 std::string Members::fate(int peer) const {
   const bool left = slot(peer).presence.load() == Presence::kLeft;
-  return "rank " + std::to_string(peer) + (left ? " has left the group" : " has died") +
-         " (its last operation: " + last_words(peer) + ")";
+  return c10::str(
+      "rank ", peer, left ? " has left the group" : " has died", " (its last operation: ", last_words(peer), ")");
 }
 
 // Who holds everybody up: the awaited rank may itself be waiting for another.
@@ -221,14 +211,11 @@ int Members::culprit(int peer) const {
 }
 
 void Members::fail_waiting(const Label& label, int peer, const std::string& what) {
-  fail(
-      label,
-      "rank " + std::to_string(rank()) + " waited for rank " + std::to_string(peer) + in_unit(label.unit) + ": " +
-          what);
+  fail(label, c10::str("rank ", rank(), " waited for rank ", peer, in_unit(label), ": ", what));
 }
 
 void Members::fail(const Label& label, const std::string& what) {
-  const std::string message = "[" + std::string(label.operation) + "] " + what;
+  const auto message = c10::str("[", label.operation, "] ", what);
   mark_failed(message);
   throw CommError(message);
 }
@@ -271,10 +258,17 @@ void Members::throw_if_failed(const Label& label) const {
       group->mark_failed(control_->reason.load());
     }
   }
-  std::ostringstream out;
-  out << "[" << label.operation << "] rank " << rank() << " was stopped" << in_unit(label.unit) << " by rank "
-      << control_->failed_rank.load() << ": " << control_->reason.load();
-  throw CommError(out.str());
+  throw CommError(c10::str(
+      "[",
+      label.operation,
+      "] rank ",
+      rank(),
+      " was stopped",
+      in_unit(label),
+      " by rank ",
+      control_->failed_rank.load(),
+      ": ",
+      control_->reason.load()));
 }
 
 // The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up]; and what was read

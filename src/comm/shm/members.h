@@ -4,7 +4,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include <fsdp/group.h>
@@ -177,8 +176,5 @@ class Members {
   Errand* errand_ = nullptr;
   mutable std::vector<std::shared_ptr<const WatchedProcess>> watched_; // by rank; null until it was waited for
 };
-
-/// `reduce gradients of 'blocks.3'`
-std::string describe(std::string_view operation, std::string_view unit);
 
 } // namespace fsdp::shm

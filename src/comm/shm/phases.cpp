@@ -17,18 +17,8 @@ void Phases::publish_writes() {
   }
 }
 
-bool Phases::readable() {
-  for (int r = 0; readable_ < phase_ && r < members_.size(); ++r) {
-    if ((members_.slot(r).*left_).load() < phase_) {
-      return false;
-    }
-  }
-  readable_ = phase_;
-  return true;
-}
-
 void Phases::await_readable(const Label& label) {
-  if (!readable()) {
+  if (readable_ < phase_) {
     members_.await_all(left_, phase_, label);
     readable_ = phase_;
   }

@@ -23,8 +23,6 @@ class Phases {
   void begin_write(const Label& label);
   /// Before reading: tells the others that this rank's writes are done.
   void publish_writes();
-  /// Whether the others' writes are done.
-  bool readable();
   void await_readable(const Label& label);
 
   /// After a collective before which every rank has called `publish_writes`. If all of them were writing they go on, in

@@ -17,30 +17,30 @@ void copy_foreign(char* to, const Publication::Part& part) {
 
 } // namespace
 
-void Publication::publish(Post& post, const std::vector<Part>& parts) {
+Publication::Publication(const Reach& reach, Post& post, const std::vector<Part>& parts) {
   const bool needs_table = parts.size() > Post::kWords;
   size_t bytes = needs_table ? whole_lines(parts.size() * sizeof(uint64_t)) : 0;
   for (const Part& part : parts) {
-    bytes += reach_.covers(part.memory) ? 0 : whole_lines(part.bytes);
+    bytes += reach.covers(part.memory) ? 0 : whole_lines(part.bytes);
   }
-  block_ = bytes > 0 ? reach_.take(bytes) : nullptr;
+  block = bytes > 0 ? reach.take(bytes) : nullptr;
 
-  char* free = block_.get();
+  char* free = block.get();
   uint64_t* words = post.words;
   if (needs_table) {
-    post.words[0] = reach_.word(free);
+    post.words[0] = reach.word(free);
     words = reinterpret_cast<uint64_t*>(free);
     free += whole_lines(parts.size() * sizeof(uint64_t));
   }
   for (const Part& part : parts) {
-    const bool covered = reach_.covers(part.memory);
+    const bool covered = reach.covers(part.memory);
     char* place = covered ? const_cast<char*>(part.memory) : free;
     if (!covered) {
       copy_foreign(place, part);
       free += whole_lines(part.bytes);
     }
-    *words++ = part.bytes > 0 ? reach_.word(place) : 0;
-    places_.push_back(place);
+    *words++ = part.bytes > 0 ? reach.word(place) : 0;
+    places.push_back(place);
   }
 }
 

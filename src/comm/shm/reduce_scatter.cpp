@@ -1,6 +1,7 @@
 #include <utility>
 
 #include "comm/arguments.h"
+#include "comm/reduce.h"
 #include "comm/shm/publication.h"
 
 namespace fsdp::shm {
@@ -17,10 +18,7 @@ Piece piece_of(const ReduceScatter& args, size_t index) {
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
   Fingerprint print("reduce_scatter", label);
   for (size_t i = 0; i < args.wholes.size(); ++i) {
-    const Piece piece = piece_of(args, i);
-    print.add(static_cast<uint64_t>(piece.numel))
-        .add(static_cast<uint64_t>(piece.chunk))
-        .add(static_cast<uint64_t>(piece.stored));
+    print.add(args.wholes[i].numel(), args.chunks[i], args.wholes[i].scalar_type());
   }
   return print;
 }
@@ -41,7 +39,7 @@ std::vector<Publication::Part> parts(const ReduceScatter& args, int rank) {
 }
 
 // Sums this rank's slice of one tensor.
-void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64_t number, const Label& label) {
+void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64_t number) {
   const Piece piece = piece_of(args, index);
   const int rank = core.members->rank();
   if (piece.length(rank) == 0) {
@@ -55,14 +53,7 @@ void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64
                   : Publication::find(core.reach, core.collectives.post_of(r, number), r, index, args.wholes.size());
     sources.push_back(whole + offset);
   }
-  const Numbers numbers = numbers_of(piece.stored, label);
-  reduce(
-      {.number = numbers.kind,
-       .divide_by = args.divide_by,
-       .sources = sources.data(),
-       .count_sources = core.members->size(),
-       .result = args.slices[index].mutable_data_ptr(),
-       .count = piece.length(rank) * numbers.each});
+  reduce(args.slices[index], sources, ReduceOp::kSum, args.divide_by);
 }
 
 } // namespace
@@ -70,21 +61,20 @@ void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label) {
   check_reduce_scatter(args, core->members->rank(), core->members->size(), label);
   if (!args.wholes.empty()) {
-    numbers_of(args.wholes.front().scalar_type(), label); // rejects what cannot be summed before anything is posted
+    check_combines(args.wholes.front().scalar_type(), label);
   }
   Collectives& collectives = core->collectives;
   collectives.await_kept(kMostKept, label);
   Post& post = collectives.prepare(label, fingerprint(args, label));
-  Publication publication(core->reach);
-  publication.publish(post, parts(args, core->members->rank()));
+  const Publication publication(core->reach, post, parts(args, core->members->rank()));
 
   const uint64_t number = collectives.commit();
-  collectives.keep(number, args.wholes, publication.block());
+  collectives.keep(number, args.wholes, publication.block);
   const auto step = collectives.queue(
       {.number = number, .value = number, .run = [core = core.get(), args = std::move(args), label, number] {
          core->members->read_others(label, [&] {
            for (size_t i = 0; i < args.wholes.size(); ++i) {
-             sum_slice(*core, args, i, number, label);
+             sum_slice(*core, args, i, number);
            }
          });
        }});

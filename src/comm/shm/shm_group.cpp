@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <utility>
 
 #include "base/check.h"
@@ -61,15 +62,7 @@ class ShmGroup final : public Group {
 };
 
 std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
-  std::vector<int> members; // ranks of this group with the same color
-  int new_rank = 0;
-  const auto colors = exchange(std::to_string(color), label);
-  for (int r = 0; r < size(); ++r) {
-    if (colors[static_cast<size_t>(r)] == std::to_string(color)) {
-      new_rank = r == rank() ? static_cast<int>(members.size()) : new_rank;
-      members.push_back(r);
-    }
-  }
+  const auto members = ranks_of_color(*this, color, label);
   // All ranks join some group now, so all take part in each exchange.
   const auto among_members = [&](const std::string& mine) {
     const auto all = exchange(mine, label);
@@ -81,7 +74,8 @@ std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
   };
   const Members& parent = *core_->members;
   const int size = static_cast<int>(members.size());
-  auto core = join({new_rank, size, parent.place().timeout, parent.family()}, among_members);
+  const auto new_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
+  auto core = join({static_cast<int>(new_rank), size, parent.place().timeout, parent.family()}, among_members);
   return size == 1 ? group_of_one() : make_group(std::move(core));
 }
 

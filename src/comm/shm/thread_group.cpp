@@ -11,6 +11,8 @@
 #include <fsdp/group.h>
 #include "base/check.h"
 #include "base/log.h"
+#include "comm/within_limit.h"
+#include "comm/words.h"
 #include "comm/world.h"
 
 namespace fsdp {
@@ -19,11 +21,23 @@ namespace {
 // The exceptions of the ranks. Thread safe.
 class Failures {
  public:
-  // A CommError is mostly the echo of what happened to another rank.
-  void add(std::exception_ptr failure, bool is_echo) {
-    std::lock_guard lock(mutex_);
+  // The exception that is being handled; returns its text. A CommError is mostly the echo of what happened to another
+  // rank.
+  std::string add() {
+    const std::exception_ptr failure = std::current_exception();
+    std::string text = "an exception that is no std::exception";
+    bool is_echo = false;
+    try {
+      throw;
+    } catch (const std::exception& error) {
+      text = message_of(error);
+      is_echo = dynamic_cast<const CommError*>(&error) != nullptr;
+    } catch (...) {
+    }
+    const std::lock_guard lock(mutex_);
     std::exception_ptr& first = is_echo ? echo_ : cause_;
-    first = first ? first : std::move(failure);
+    first = first ? first : failure;
+    return text;
   }
   void rethrow() const {
     if (cause_ || echo_) {
@@ -49,7 +63,9 @@ class Meeting {
     std::vector<std::string> all;
     for (int r = 0; r < size_; ++r) {
       const std::string word = heard(r);
-      require(word != kLeft, " was left alone by rank ", r);
+      if (word == kLeft) {
+        throw CommError(c10::str("[join thread group] rank ", rank_, " was left alone by rank ", r));
+      }
       all.push_back(word.substr(kHere.size()));
     }
     return all;
@@ -61,23 +77,18 @@ class Meeting {
 
  private:
   void say(const std::string& word) {
-    store_->set(key(++round_, rank_), word);
+    ++round_;
+    store_->set(key(rank_), word);
   }
   std::string heard(int rank) const {
     try {
-      return store_->get_to_str(key(round_, rank));
+      return store_->get_to_str(key(rank));
     } catch (const c10::DistStoreError&) {
-      require(false, " waited in vain for rank ", rank);
-      throw;
+      throw CommError(c10::str("[join thread group] rank ", rank_, " waited in vain for rank ", rank));
     }
   }
-  void require(bool condition, const char* what, int other) const {
-    if (!condition) {
-      throw CommError(c10::str("[join thread group] rank ", rank_, what, other));
-    }
-  }
-  static std::string key(int round, int rank) {
-    return c10::str(round, "/", rank);
+  std::string key(int rank) const {
+    return c10::str(round_, "/", rank);
   }
 
   const std::string kHere = "here ";
@@ -88,42 +99,14 @@ class Meeting {
   int round_ = 0;
 };
 
-// Calls `action`; if it throws, remembers that and tells `on_failure` why.
-template <typename Action, typename OnFailure>
-void guarded(Failures& failures, const Action& action, const OnFailure& on_failure) {
-  try {
-    action();
-  } catch (const CommError& error) {
-    failures.add(std::current_exception(), /*is_echo=*/true);
-    on_failure(error.what());
-  } catch (const std::exception& error) {
-    failures.add(std::current_exception(), /*is_echo=*/false);
-    on_failure(error.what());
-  } catch (...) {
-    failures.add(std::current_exception(), /*is_echo=*/false);
-    on_failure("an exception that is no std::exception");
-  }
-}
-
 void run_rank(int rank, const std::shared_ptr<Group>& group, const std::function<void()>& body, Failures& failures) {
   log::set_thread_rank(rank);
   const ThreadWorld world({group, rank, c10::kCPU});
-  guarded(failures, body, [&](const std::string& reason) { group->abort(reason); });
-}
-
-void join_and_run(
-    int rank,
-    int size,
-    const StorePtr& store,
-    const ShmOptions& options,
-    const std::function<void()>& body,
-    Failures& failures) {
-  Meeting meeting(store, rank, size);
-  const auto exchange = [&](const std::string& mine) { return meeting.exchange(mine); };
-  guarded(
-      failures,
-      [&] { run_rank(rank, shm_group(rank, size, exchange, options), body, failures); },
-      [&](const std::string&) { meeting.leave(); });
+  try {
+    body();
+  } catch (...) {
+    group->abort(failures.add());
+  }
 }
 
 } // namespace
@@ -137,11 +120,20 @@ void thread_group(int size, const std::function<void()>& body, std::chrono::mill
     return;
   }
   const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  store->setTimeout(std::min<std::chrono::milliseconds>(timeout, std::chrono::hours(24 * 365))); // no clock overflows
+  store->setTimeout(bounded(timeout));
   const ShmOptions options{timeout, /*arena=*/false};
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] { join_and_run(rank, size, store, options, body, failures); });
+    threads.emplace_back([&, rank] {
+      Meeting meeting(store, rank, size);
+      const auto exchange = [&](const std::string& mine) { return meeting.exchange(mine); };
+      try {
+        run_rank(rank, shm_group(rank, size, exchange, options), body, failures);
+      } catch (...) {
+        failures.add();
+        meeting.leave();
+      }
+    });
   }
   for (std::thread& thread : threads) {
     thread.join();

@@ -103,6 +103,9 @@ std::optional<uint64_t> process_start(int32_t) {
 bool has_ended(int32_t pid, uint64_t) {
   return testing::watched::sees_end_of(pid - kFirstProcess);
 }
+std::string host_identity() {
+  return "explored";
+}
 std::string process_space() {
   return "explored";
 }

@@ -12,4 +12,8 @@ namespace fsdp::adapter {
 std::unique_ptr<Work> start_all_reduce(
     std::shared_ptr<Channel> channel, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
 
+/// Starts a reduce-scatter over c10d: copies the wholes together rank by rank, lets the backend sum, copies into the
+/// slices.
+std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, ReduceScatter args, const Label& label);
+
 } // namespace fsdp::adapter
