@@ -54,7 +54,7 @@ TEST(Segments, AreNotExecutable) {
 }
 
 TEST(Segments, AFileWithANameIsNone) {
-  char name[] = "/dev/shm/fsdp-test-XXXXXX";
+  char name[] = "/dev/shm/segment-test-XXXXXX";
   const int file = mkstemp(name);
   ASSERT_EQ(ftruncate(file, kBytes), 0);
   EXPECT_TRUE(contains(refusal(announced(file)), "is not the segment"));

@@ -162,12 +162,12 @@ void train_until_lost(const Loss& loss) {
   }
 }
 
-/// Names in the system's folder for shared memory that could be ours.
+/// Files in the system's folder for shared memory that could be ours. (A folder there is for ports.)
 std::set<std::string> shared_files() {
   std::set<std::string> files;
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
     const std::string name = entry.path().string();
-    if (name.find("fsdp") != std::string::npos) {
+    if (name.find("fsdp") != std::string::npos && !entry.is_directory()) {
       files.insert(name);
     }
   }

@@ -3,16 +3,15 @@
 #include <chrono>
 #include <csignal>
 #include <cstdio>
-#include <cstdlib>
 #include <map>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include <sys/prctl.h>
 #include <sys/wait.h>
-#include <unistd.h>
+
+#include "support/fork_server.h"
 
 namespace fsdp::testing {
 
@@ -21,11 +20,7 @@ class ChildProcess {
  public:
   /// Runs this very program again, with more environment variables.
   ChildProcess(const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment)
-      : output_(std::tmpfile()), pid_(fork()) {
-    if (pid_ == 0) {
-      become(arguments, environment);
-    }
-  }
+      : output_(std::tmpfile()), pid_(start_child({arguments, environment, fileno(output_)})) {}
   ~ChildProcess() {
     end();
     std::fclose(output_);
@@ -81,26 +76,6 @@ class ChildProcess {
   }
 
  private:
-  [[noreturn]] void become(
-      const std::vector<std::string>& arguments, const std::map<std::string, std::string>& environment) const {
-    prctl(PR_SET_PDEATHSIG, SIGKILL); // goes with the test
-    for (const char* name : {"GTEST_OUTPUT", "GTEST_TOTAL_SHARDS", "GTEST_SHARD_INDEX", "GTEST_SHARD_STATUS_FILE"}) {
-      unsetenv(name); // meant for the test that starts it
-    }
-    for (const auto& [name, value] : environment) {
-      setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
-    }
-    dup2(fileno(output_), STDOUT_FILENO);
-    dup2(fileno(output_), STDERR_FILENO);
-    std::vector<char*> list;
-    for (const std::string& argument : arguments) {
-      list.push_back(const_cast<char*>(argument.c_str()));
-    }
-    list.push_back(nullptr);
-    execv("/proc/self/exe", list.data());
-    std::_Exit(127);
-  }
-
   std::FILE* output_;
   pid_t pid_;
   std::optional<int> status_;

@@ -12,15 +12,13 @@
 #include <thread>
 #include <vector>
 
-#include <arpa/inet.h>
 #include <gtest/gtest.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 
 #include <fsdp/group.h>
 
 #include "support/child_process.h"
 #include "support/remove_folder.h"
+#include "support/reserved_port.h"
 
 /// Runs the body of a test on several ranks.
 namespace fsdp::testing {
@@ -62,18 +60,6 @@ inline int next_call() {
   return calls[current_test()]++;
 }
 
-inline int free_port() {
-  const int socket_fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t length = sizeof(address);
-  bind(socket_fd, reinterpret_cast<sockaddr*>(&address), length);
-  getsockname(socket_fd, reinterpret_cast<sockaddr*>(&address), &length);
-  close(socket_fd);
-  return ntohs(address.sin_port);
-}
-
 class TemporaryFolder {
  public:
   TemporaryFolder() {
@@ -109,11 +95,12 @@ struct Launch {
   int size;
   std::string filter; // of tests
   std::map<std::string, std::string> environment;
+  ReservedPort port{};
 };
 
 inline Children start(const Launch& launch, const std::filesystem::path& folder, const ProcessOptions& options) {
   Children children;
-  const std::string port = std::to_string(free_port());
+  const std::string port = std::to_string(launch.port.number());
   for (int rank = 0; rank < launch.size; ++rank) {
     std::map<std::string, std::string> environment = options.environment;
     environment.insert(launch.environment.begin(), launch.environment.end());
@@ -126,7 +113,7 @@ inline Children start(const Launch& launch, const std::filesystem::path& folder,
         {"MASTER_PORT", port},
         {"FSDP_TEST_FOLDER", folder.string()}});
     children.push_back(std::make_unique<ChildProcess>(
-        std::vector<std::string>{"test", "--gtest_filter=" + launch.filter, "--gtest_color=no"}, environment));
+        std::vector<std::string>{"--gtest_filter=" + launch.filter, "--gtest_color=no"}, environment));
   }
   return children;
 }
@@ -175,17 +162,18 @@ inline void on_processes(int size, const std::function<void()>& body, const Proc
     }
     return; // an earlier call of the same test
   }
+  const detail::Launch launch{size, detail::current_test(), {{"FSDP_TEST_CALL", std::to_string(call)}}};
   const detail::TemporaryFolder folder;
-  auto children =
-      detail::start({size, detail::current_test(), {{"FSDP_TEST_CALL", std::to_string(call)}}}, folder.path(), options);
+  auto children = detail::start(launch, folder.path(), options);
   detail::await(children, options);
 }
 
 /// Runs other tests of this program on processes, which is quicker than to start processes for each: the chosen tests
 /// are run by every rank, which `in_suite` tells them.
 inline void run_tests_on_processes(int size, const std::string& filter, const ProcessOptions& options = {}) {
+  const detail::Launch launch{size, filter, {{"FSDP_TEST_SUITE", "1"}}};
   const detail::TemporaryFolder folder;
-  auto children = detail::start({size, filter, {{"FSDP_TEST_SUITE", "1"}}}, folder.path(), options);
+  auto children = detail::start(launch, folder.path(), options);
   detail::await(children, options);
 }
 inline bool in_suite() {
