@@ -20,7 +20,7 @@ bool BackwardGraph::reaches(const at::Tensor& leaf) const {
   if (end == nullptr || nodes_ == nullptr || nodes_->count(end.get()) == 0) {
     return false;
   }
-  if (wanted_ == nullptr || wanted_->empty()) {
+  if (is_for_all_leaves()) {
     return true;
   }
   const auto found = wanted_->find(end.get());

@@ -22,6 +22,10 @@ class BackwardGraph {
   bool is_kept() const {
     return kept_;
   }
+  /// False where the caller gets gradients (`autograd::grad`), or has named the leaves that do.
+  bool is_for_all_leaves() const {
+    return wanted_ == nullptr || wanted_->empty();
+  }
   /// Whether a gradient will be added to this leaf's.
   bool reaches(const at::Tensor& leaf) const;
 

@@ -360,6 +360,7 @@ void Runtime::begin_backward() {
   backward_queued_ = true;
   graph_ = graph.id();
   backward_may_repeat_ = graph.is_kept();
+  backward_is_for_all_ = graph.is_for_all_leaves();
   gradients_arrived_ = false;
   for (Unit* unit : units_) {
     if (unit != nullptr) {
@@ -450,8 +451,13 @@ void Runtime::end_backward() {
 void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
-  reduce_what_waits();
-  if (is_last_backward_) {
+  const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
+  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows.
+  const bool reduces = step_is_over || backward_is_for_all_;
+  if (reduces) {
+    reduce_what_waits();
+  }
+  if (is_last_backward_ && reduces) {
     reducer_.finish();
     reduce_what_waits(); // parts that an earlier backward has put off, and that were still on their way
     reducer_.finish();
@@ -469,7 +475,6 @@ void Runtime::finish_backward() {
       }
     }
   }
-  const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       step_is_over ? unit->forget_uses() : unit->end_backward();

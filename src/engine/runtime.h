@@ -184,6 +184,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   int graph_ = -1; // that backward goes through
   bool gradients_arrived_ = false; // in this backward
   bool backward_may_repeat_ = false;
+  bool backward_is_for_all_ = true; // leaves
   std::atomic<int64_t> backward_ = 0; // counts them, and resets
   std::atomic<bool> broken_ = false;
   bool is_last_backward_ = true;

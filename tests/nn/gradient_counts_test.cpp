@@ -228,5 +228,41 @@ TEST_P(GraphsThatLive, NorDoThoseOfCustomFunctions) {
   expect_refused_if_changed(GetParam(), /*fused=*/true);
 }
 
+// The first gradients of a penalty are made for a backward that is to come: zeros for what a rank does not use, and what
+// earlier backwards have left, go with that one.
+TEST(GradientPenalties, ReduceNothingBeforeTheirBackward) {
+  on_threads(2, [] {
+    const auto layer = [] {
+      nn::Linear made(nn::LinearOptions(4, 4).bias(false));
+      const torch::NoGradGuard no_grad;
+      made->weight.copy_(torch::eye(4));
+      return made;
+    };
+    auto used_by_all = layer(), used_by_first = layer();
+    nn::Sequential model(used_by_all, used_by_first);
+    fully_shard(*used_by_all);
+    fully_shard(*used_by_first);
+    auto root = fully_shard(*model);
+    root.set_reduce_scatter_unused_params(true);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      root.set_requires_gradient_sync(false);
+      used_by_all->forward(torch::ones({1, 4})).sum().backward(); // to be taken along
+      root.set_requires_gradient_sync(true);
+      auto x = torch::ones({1, 4}).requires_grad_();
+      const auto hidden = used_by_all->forward(x);
+      const auto out = rank() == 0 ? used_by_first->forward(hidden) : hidden;
+      const auto slope = torch::autograd::grad({out.sum()}, {x}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+      for (const auto& shard : model->parameters()) {
+        EXPECT_FALSE(shard.grad().defined());
+      }
+      (out.sum() + slope.sum()).backward();
+      const auto gradient = [](const nn::Linear& of) { return sharded(of->parameters()[0]).full_grad(); };
+      EXPECT_TRUE(torch::equal(gradient(used_by_all), torch::full({4, 4}, 3.0)));
+      EXPECT_TRUE(torch::equal(gradient(used_by_first), torch::full({4, 4}, 1.0)));
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -10,10 +10,9 @@
 #include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "streams/devices.h"
 #include "streams/queued_device.h"
-#include "streams/queued_group.h"
 #include "support/error_message.h"
-#include "support/scoped_environment.h"
 
 /// Training on a device whose memory and streams are watched: every use of memory is ordered after the uses before it,
 /// and the numbers are those of unsharded training on the same device.
@@ -21,52 +20,6 @@ namespace fsdp::testing {
 namespace {
 
 using Races = std::vector<std::string>;
-
-/// Ranks as threads, each with a device of its own.
-struct Devices {
-  explicit Devices(const Arrangement& arrangement) : arrangement(arrangement) {
-    for (int i = 0; i < arrangement.replicas; ++i) {
-      shards.push_back(make_meeting_place(arrangement.shards));
-    }
-    for (int i = 0; i < arrangement.shards; ++i) {
-      replicas.push_back(make_meeting_place(arrangement.replicas));
-    }
-  }
-
-  /// On the calling rank.
-  Mesh mesh() const {
-    const c10::Device device = queued_device::device(rank());
-    c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
-    const int shard = rank() % arrangement.shards, replica = rank() / arrangement.shards;
-    if (arrangement.ranks() == 1) {
-      const auto group = queued_group(shards[0], 0, 1, device);
-      return Mesh::from_groups({group->split(0, {"split", ""})}, {"shard"}, device);
-    }
-    auto inner =
-        arrangement.shards == 1 ? group_of_one() : queued_group(shards[replica], shard, arrangement.shards, device);
-    if (arrangement.replicas == 1) {
-      return Mesh::from_group(inner, "shard");
-    }
-    auto outer = queued_group(replicas[shard], replica, arrangement.replicas, device);
-    return Mesh::from_groups({outer, inner}, {"replicate", "shard"});
-  }
-
-  Arrangement arrangement;
-  std::vector<std::shared_ptr<MeetingPlace>> shards;
-  std::vector<std::shared_ptr<MeetingPlace>> replicas;
-};
-
-/// The order check, in which the host waits for the device, would hide what nothing else puts in order.
-void on_devices(const Arrangement& arrangement, const std::function<void(const Mesh&)>& body) {
-  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", "0"}});
-  const Devices devices(arrangement);
-  on_threads(arrangement.ranks(), [&] {
-    const Mesh mesh = devices.mesh();
-    device_of_inputs = mesh.device();
-    body(mesh);
-    barrier();
-  });
-}
 
 void expect_parity_without_races(const Trial& trial, const Arrangement& arrangement = {2}) {
   device_of_inputs = queued_device::device(0);
@@ -683,10 +636,14 @@ TEST(OnStreams, AUnitThatIsUsedOnTwoStreams) {
 
 /// What a broken-off backward has left in flight is not waited for, but its memory is not used again too early.
 TEST(OnStreams, StepsThatBreakOffWithReductionsInFlight) {
-  for (const Arrangement& arrangement : {Arrangement{.shards = 2}, {.shards = 2, .replicas = 2}}) {
+  for (const auto& [arrangement, separate_group] :
+       {std::pair{Arrangement{.shards = 2}, false},
+        {Arrangement{.shards = 2}, true},
+        {Arrangement{.shards = 2, .replicas = 2}, false}}) {
     queued_device::detector().begin_test();
-    on_devices(arrangement, [&](const Mesh& mesh) {
+    on_devices(arrangement, [&, separate_group = separate_group](const Mesh& mesh) {
       auto layers = sharded_layers({.mesh = mesh});
+      as_fsdp(*layers).set_separate_reduce_scatter_group(separate_group);
       for (int step = 0; step < 3; ++step) {
         at::Tensor x = ones_that_require_grad(mesh);
         for (int i = 0; i < 4; ++i) {
