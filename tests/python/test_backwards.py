@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, loss_of, recorded, seeded
+from subjects import loss_of, recorded, seeded
 
 WIDTH = 4
 
@@ -86,16 +86,3 @@ def test_a_step_between_forward_and_backward_is_an_error(sharded):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-@on_ranks(1, 2)
-def test_a_backward_whose_inputs_are_the_registered_parameters_loses_no_gradient():
-    """It brings them, or it says that it cannot."""
-    model, reference = sharded_stack(), seeded(stack)
-    for each in (model, reference):
-        try:
-            loss_of(each, torch.ones(2, WIDTH)).backward(inputs=list(each.parameters()))
-        except RuntimeError:
-            assert each is model
-            return
-    check_same(model, reference, what="gradients")
