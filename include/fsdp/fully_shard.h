@@ -114,8 +114,8 @@ FSDP_API FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, 
 FSDP_API FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options = {});
 
 /// Gives memory to a sharded model that was built on the meta device: this rank's pieces of parameters, and all of its
-/// buffers, on the mesh's device unless another is given. Give them values next (`reset_parameters()`, `torch::nn::init`
-/// on members): the same on all ranks. Collective.
+/// buffers, on the mesh's device unless another is given. Give them values next (`reset_parameters()`,
+/// `torch::nn::init` on members): the same on all ranks. Collective.
 FSDP_API void to_empty(torch::nn::Module& module, std::optional<c10::Device> device = std::nullopt);
 
 /// What an earlier `fully_shard` made of this module; an Error if nothing.

@@ -15,7 +15,8 @@ namespace fsdp::engine::group_users {
 namespace {
 
 struct Users {
-  std::vector<std::pair<Unit*, std::weak_ptr<Unit>>> readers; // in the order of entering, which is the same on all ranks
+  std::vector<std::pair<Unit*, std::weak_ptr<Unit>>>
+      readers; // in the order of entering, which is the same on all ranks
   int unseen_writers = 0;
 };
 

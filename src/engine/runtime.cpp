@@ -120,8 +120,8 @@ bool Runtime::trains(Phase phase) {
 // [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
-// that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor in
-// the hooks of a backward, which run between its nodes.
+// that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor
+// in the hooks of a backward, which run between its nodes.
 bool Runtime::is_look(const Unit& unit, Phase phase, bool training) {
   if (unit.state() == UnitState::kSharded) {
     return false;
@@ -152,8 +152,8 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   if (phase == Phase::kBackward) {
     begin_backward();
   }
-  const bool gathers = std::any_of(
-      units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
+  const bool gathers =
+      std::any_of(units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
   if (training && (gathers || !calls_are_noted_)) {
     begin_step(/*certainly=*/false);
   }

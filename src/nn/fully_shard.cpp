@@ -83,9 +83,9 @@ std::string text_of(const ReshardAfterForward& policy) {
 void check_same_everywhere(const engine::UnitSpec& spec) {
   Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
   std::ostringstream mine;
-  mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype) << ", reduce_dtype "
-       << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward " << text_of(spec.reshard_after_forward)
-       << ", " << (spec.offload ? "offloaded" : "not offloaded") << "\n";
+  mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype)
+       << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
+       << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded") << "\n";
   for (const auto& param : spec.params) {
     mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension "
          << param.placement.dim << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";

@@ -96,8 +96,9 @@ const Kind kKinds[] = {
     {"TwoForwardsTwoBackwards", two_forwards_before_two_backwards, false}};
 
 class GradientCounts : public ::testing::TestWithParam<Kind> {};
-INSTANTIATE_TEST_SUITE_P(
-    Steps, GradientCounts, ::testing::ValuesIn(kKinds), [](const auto& info) { return info.param.name; });
+INSTANTIATE_TEST_SUITE_P(Steps, GradientCounts, ::testing::ValuesIn(kKinds), [](const auto& info) {
+  return info.param.name;
+});
 
 // A rank's gradients are those of its own input, so the mean over equal inputs is that of one process.
 TEST_P(GradientCounts, AreThoseOfUnshardedTraining) {
@@ -228,8 +229,8 @@ TEST_P(GraphsThatLive, NorDoThoseOfCustomFunctions) {
   expect_refused_if_changed(GetParam(), /*fused=*/true);
 }
 
-// The first gradients of a penalty are made for a backward that is to come: zeros for what a rank does not use, and what
-// earlier backwards have left, go with that one.
+// The first gradients of a penalty are made for a backward that is to come: zeros for what a rank does not use, and
+// what earlier backwards have left, go with that one.
 TEST(GradientPenalties, ReduceNothingBeforeTheirBackward) {
   on_threads(2, [] {
     const auto layer = [] {

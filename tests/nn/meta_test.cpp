@@ -78,7 +78,8 @@ TEST_P(Meta, NothingIsReadBeforeThereIsMemory) {
     fully_shard(*model[1]);
     fully_shard(*model);
     const auto said = error_message([&] { model->forward(torch::ones({2, 4})); });
-    EXPECT_TRUE(contains(said, "still on meta device") && contains(said, "0.weight") && contains(said, "to_empty")) << said;
+    EXPECT_TRUE(contains(said, "still on meta device") && contains(said, "0.weight") && contains(said, "to_empty"))
+        << said;
     for (const auto& shard : model->parameters()) {
       EXPECT_TRUE(shard.is_meta());
     }

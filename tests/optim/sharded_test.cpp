@@ -207,8 +207,8 @@ TEST_P(OnRanks, NotANumberOnOneRankReachesAll) {
   }
 }
 
-/// An optimizer that was given the parameters before they were sharded says so; and has changed nothing, unless it writes
-/// a parameter before it looks for its gradient.
+/// An optimizer that was given the parameters before they were sharded says so; and has changed nothing, unless it
+/// writes a parameter before it looks for its gradient.
 template <typename Optimizer, typename Options>
 void expect_refused(const Options& options, bool writes_first = false) {
   on_threads(2, [&] {
