@@ -4,6 +4,7 @@
 #include <fstream>
 #include <string>
 
+#include <c10/util/StringUtil.h>
 #include <unistd.h>
 
 namespace fsdp {
@@ -42,7 +43,7 @@ size_t memory_limit(const path& root) {
   for (std::string line; std::getline(groups, line);) {
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = c10::str(",", line.substr(first + 1, second - first - 1), ",");
     const path group = line.substr(second + 1);
     if (controllers == ",,") {
       limit = std::min(limit, smallest_limit(mounted, group, "memory.max"));
