@@ -15,6 +15,7 @@ import support
 
 SMALL = ["--width", 32, "--layers", 2, "--heads", 2, "--seq", 32, "--batch", 2, "--sample", 20]
 STEPS = 6
+SLOW_START = re.compile(r"\[W[^\]]*socket\.cpp:\d+\].*?(?=\n\[[WE]|\Z)", re.S)  # LibTorch's, of a rank that comes late
 
 
 class Run:
@@ -45,7 +46,7 @@ class TrainGpt(unittest.TestCase):
         run = Run(self, *options, ranks=ranks)
         result = run.finish()
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        self.assertEqual(result.stderr, "")
+        self.assertEqual(SLOW_START.sub("", result.stderr), "")
         return run
 
     def compare_with_single(self, ranks, *sharding, common=(), steps=STEPS):
