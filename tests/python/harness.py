@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import traceback
@@ -19,15 +20,15 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["harness_preload"])
 
 
-def on_ranks(*sizes, comm=("shm", "gloo")):
-    """Decorates a test: its body runs on so many ranks, over each of these means of communication."""
+def on_ranks(*sizes, comm=("shm", "gloo"), lost=()):
+    """Decorates a test: its body runs on so many ranks, over each of these means of communication. It kills those `lost`."""
 
     def decorate(body):
         @pytest.mark.parametrize("means", comm)
         @pytest.mark.parametrize("ranks", sizes)
         @functools.wraps(body)
         def test(ranks, means, **arguments):
-            run(body, ranks, means, arguments)
+            run(body, ranks, means, arguments, lost)
 
         test.__signature__ = _with_parameters(body)
         test.body = body
@@ -43,19 +44,19 @@ def _with_parameters(body):
     return inspect.Signature([p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own] + more)
 
 
-def run(body, ranks, means, arguments):
+def run(body, ranks, means, arguments, lost=()):
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(ranks):
             mine, theirs = _context.Pipe(duplex=False)
-            job = (body.__module__, body.__name__, rank, ranks, means, folder, arguments)
+            job = (body.__module__, body.__name__, rank, ranks, means, folder, arguments, bool(lost))
             process = _context.Process(target=_work, args=(theirs, *job), daemon=True)
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
         try:
-            failures = _collect(pipes, processes)
+            failures = _collect(pipes, processes, lost)
         finally:
             for process in processes:
                 process.kill()
@@ -65,13 +66,15 @@ def run(body, ranks, means, arguments):
             pytest.fail(text, pytrace=False)
 
 
-def _collect(pipes, processes):
+def _collect(pipes, processes, killed):
     """Ranks that failed with what they said: those that raised before those that vanished or hung."""
     import time
 
     deadline = time.monotonic() + TIMEOUT
     raised, lost = [], []
     for rank, (pipe, process) in enumerate(zip(pipes, processes)):
+        if rank in killed:
+            continue
         try:
             if not pipe.poll(max(0.0, deadline - time.monotonic()) if not raised else 5.0):
                 lost.append((rank, f"no answer within {TIMEOUT} s"))
@@ -80,10 +83,14 @@ def _collect(pipes, processes):
         except EOFError:
             process.join(5)
             lost.append((rank, f"the process ended with exit code {process.exitcode}"))
+    for rank in killed:
+        processes[rank].join(10)
+        if (code := processes[rank].exitcode) != -signal.SIGKILL:
+            lost.append((rank, f"was to be killed, but has the exit code {code}"))
     return raised + lost
 
 
-def _work(pipe, module, name, rank, ranks, means, folder, arguments):
+def _work(pipe, module, name, rank, ranks, means, folder, arguments, some_are_lost):
     try:
         sys.path.insert(0, FOLDER)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -102,6 +109,9 @@ def _work(pipe, module, name, rank, ranks, means, folder, arguments):
         if "folder" in inspect.signature(body).parameters:
             arguments["folder"] = f"{folder}/files"
         body(**arguments)
+        if some_are_lost:
+            pipe.send(None)
+            return
         dist.barrier()
         pipe.send(None)
         dist.destroy_process_group()

@@ -3,6 +3,7 @@
 import datetime
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import time
@@ -17,55 +18,24 @@ import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
 
-A_RANK = """
-import os, signal, sys
-import torch, torch.distributed as dist
-import libfsdp
-rank, moment, means, store = int(sys.argv[1]), *sys.argv[2:]
-dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
-libfsdp.use_shared_memory(means == "shm")
-units = [libfsdp.fully_shard(torch.nn.Linear(4, 4)) for _ in range(3)]
-model = libfsdp.fully_shard(torch.nn.Sequential(*units))
-
-def die(now):
-    if rank == 1 and now == moment and step == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-def between(gradient):
-    die("backward")
-
-try:
-    for step in range(4):
-        x = units[0](torch.ones(1, 4))
-        die("forward")
-        x.register_hook(between)
-        model[1:](x).sum().backward()
-        die("optimizer")
-        libfsdp.clip_grad_norm_(model, 1.0)
-except libfsdp.CommError as error:
-    print("found:", error, flush=True)
-    os._exit(0)
-"""
-
-
 @pytest.mark.parametrize("moment", ["forward", "backward", "optimizer"])
-@pytest.mark.parametrize("means", ["shm", "gloo"])
-def test_a_rank_that_dies_is_a_comm_error_on_the_others(means, moment, tmp_path):
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", A_RANK, str(rank), moment, means, str(tmp_path / "store")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said, _ = ranks[0].communicate(timeout=60)
-        assert ranks[1].wait(10) == -9
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert ranks[0].returncode == 0 and "found: [" in said, said
-    assert "rank 0" in said, said
+@on_ranks(2, lost=(1,))
+def test_a_rank_that_dies_is_a_comm_error_on_the_others(moment):
+    units = [fully_shard(nn.Linear(4, 4)) for _ in range(3)]
+    model = fully_shard(nn.Sequential(*units))
+
+    def die(step, now):
+        if dist.get_rank() == 1 and (step, now) == (2, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(libfsdp.CommError, match=r"^\[.*rank 0"):
+        for step in range(4):
+            x = units[0](torch.ones(1, 4))
+            die(step, "forward")
+            x.register_hook(lambda gradient: die(step, "backward"))
+            model[1:](x).sum().backward()
+            die(step, "optimizer")
+            libfsdp.clip_grad_norm_(model, 1.0)
 
 
 @on_ranks(2)
