@@ -22,7 +22,7 @@ struct Numbers {
   int64_t each; ///< numbers per element
 };
 
-constexpr std::pair<c10::ScalarType, Numbers> kKnown[] = {
+constexpr std::pair<c10::ScalarType, Numbers> kNumbersOf[] = {
     {at::kFloat, {Number::kFloat, 1}},
     {at::kDouble, {Number::kDouble, 1}},
     {at::kHalf, {Number::kHalf, 1}},
@@ -40,8 +40,8 @@ constexpr std::pair<c10::ScalarType, Numbers> kKnown[] = {
 /// Null for what cannot be combined.
 const Numbers* find_numbers(c10::ScalarType dtype) {
   const auto* found =
-      std::find_if(std::begin(kKnown), std::end(kKnown), [&](auto& known) { return known.first == dtype; });
-  return found == std::end(kKnown) ? nullptr : &found->second;
+      std::find_if(std::begin(kNumbersOf), std::end(kNumbersOf), [&](auto& known) { return known.first == dtype; });
+  return found == std::end(kNumbersOf) ? nullptr : &found->second;
 }
 
 Combine combine_of(ReduceOp op) {

@@ -325,16 +325,18 @@ void Reducer::deliver(Reduction& reduction) {
 
 void Reducer::deliver(Param& param, at::Tensor gradient) {
   param.unit().runtime().gradient_delivered(param.unit());
-  deliveries_.push_back({param.unit().shared_from_this(), &param, std::move(gradient)});
+  deliveries_.push_back({&param, std::move(gradient)});
 }
 
 std::optional<Reducer::Delivery> Reducer::next_delivery() {
-  if (deliveries_.empty()) {
-    return std::nullopt;
+  while (!deliveries_.empty()) {
+    const Arrived next = std::move(deliveries_.front());
+    deliveries_.pop_front();
+    if (auto unit = next.param->unit().weak_from_this().lock()) { // else it is about to be forgotten
+      return Delivery{std::move(unit), next.param, next.gradient};
+    }
   }
-  Delivery next = std::move(deliveries_.front());
-  deliveries_.pop_front();
-  return next;
+  return std::nullopt;
 }
 
 void Reducer::start_copies(const Reduction& reduction) {
@@ -366,7 +368,7 @@ void Reducer::deliver_copies() {
     const WithoutCallersLock no_callers_lock;
     synchronize(copied_.front().param->unit().runtime().reduce_stream());
   }
-  for (Copied& copied : std::exchange(copied_, {})) {
+  for (Arrived& copied : std::exchange(copied_, {})) {
     deliver(*copied.param, std::move(copied.gradient));
   }
 }
@@ -388,7 +390,9 @@ void Reducer::forget(const Unit& unit) {
     }
     return false;
   });
-  std::erase_if(copied_, [&](const Copied& copied) { return &copied.param->unit() == &unit; });
+  for (auto* gradients : {&copied_, &deliveries_}) {
+    std::erase_if(*gradients, [&](const Arrived& arrived) { return &arrived.param->unit() == &unit; });
+  }
 }
 
 // What was begun may still be read and written: its memory is used again after that.

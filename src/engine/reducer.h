@@ -40,6 +40,9 @@ class Reducer {
     at::Tensor gradient;
   };
   std::optional<Delivery> next_delivery();
+  bool has_deliveries() const {
+    return !deliveries_.empty();
+  }
   /// Forgets what is in flight, after a failure.
   void abandon();
   /// The same of one unit, which is about to go.
@@ -70,15 +73,14 @@ class Reducer {
   void start_copies(const Reduction& reduction);
   static void let_go(const Reduction& reduction);
 
-  /// On its way into page-locked memory; the shard's when backward ends.
-  struct Copied {
-    Param* param;
+  struct Arrived {
+    Param* param; // not kept alive, as it goes with its model
     at::Tensor gradient;
   };
 
   std::deque<std::unique_ptr<Reduction>> running_;
-  std::vector<Copied> copied_;
-  std::deque<Delivery> deliveries_;
+  std::deque<Arrived> copied_; // on its way into page-locked memory; the shard's when backward ends
+  std::deque<Arrived> deliveries_; // reduced, and not given to the shard yet
   int64_t max_in_flight_ = 1; // the bound on memory: docs/decisions.md says what slower ranks add
 };
 

@@ -5,6 +5,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "base/caller.h"
 #include "base/check.h"
@@ -121,13 +122,16 @@ bool Runtime::trains(Phase phase) {
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
 // that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor
-// in the hooks of a backward, which run between its nodes.
+// in the hooks on a parameter's gradient, which run as what adds it up, and that reads no parameter.
 bool Runtime::is_look(const Unit& unit, Phase phase, bool training) {
   if (unit.state() == UnitState::kSharded) {
     return false;
   }
-  const bool in_hook = phase == Phase::kBackward && torch::autograd::get_current_node() == nullptr;
-  return in_hook || (!training && unit.ahead == GatheredFor::kWhoeverComes);
+  if (phase == Phase::kForward) {
+    return !training && unit.ahead == GatheredFor::kWhoeverComes;
+  }
+  const auto node = torch::autograd::get_current_node();
+  return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
 }
 
 bool Runtime::is_first_touch(const Unit& unit, bool training) const {
@@ -376,8 +380,9 @@ void Runtime::begin_backward() {
 }
 
 void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
-  take_gradient(param, handle);
-  deliver_gradients();
+  if (take_gradient(param, handle)) {
+    deliver_gradients();
+  }
 }
 
 // Users' functions may wait for another thread, which may need the lock.
@@ -394,7 +399,7 @@ void Runtime::deliver_gradients() {
   }
 }
 
-void Runtime::take_gradient(Param& param, const at::Tensor& handle) {
+bool Runtime::take_gradient(Param& param, const at::Tensor& handle) {
   auto guard = lock();
   const BackwardGraph graph = BackwardGraph::current();
   InternalScope scope;
@@ -419,6 +424,7 @@ void Runtime::take_gradient(Param& param, const at::Tensor& handle) {
       reduce(unit);
     }
   }
+  return reducer_.has_deliveries();
 }
 
 void Runtime::gradient_delivered(Unit& unit) {
@@ -517,7 +523,6 @@ void Runtime::open_for_unseen_writes() {
 }
 
 void Runtime::begin_step(bool certainly) {
-  calls_are_noted_ = calls_are_noted_ || certainly;
   if (!(certainly ? awaits_step_ : unseen_writes_)) {
     return;
   }

@@ -69,6 +69,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void write(Unit& unit, const Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
   void forward_begins();
+  /// The program says when a step begins: its root is being called.
+  void note_call() {
+    calls_are_noted_ = true;
+  }
   /// Custom functions ask handles whether they require gradients before any operator sees them.
   void follow_requires_grad();
   bool in_step() const {
@@ -136,7 +140,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
 
  private:
   void begin_backward();
-  void take_gradient(Param& param, const at::Tensor& handle);
+  bool take_gradient(Param& param, const at::Tensor& handle); // whether there is something to deliver
   void finish_backward();
   void deliver_gradients();
   bool takes_note(const Unit& unit, bool training) const;

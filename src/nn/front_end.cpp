@@ -51,6 +51,7 @@ void note_call(const FSDPModule& module) {
     return;
   }
   auto& runtime = module.unit()->runtime();
+  runtime.note_call();
   runtime.follow_requires_grad();
   if (c10::GradMode::is_enabled() && runtime.awaits_step()) {
     WithoutCallersLock no_callers_lock;

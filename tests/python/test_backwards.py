@@ -37,15 +37,6 @@ def backward(model):
 
 
 @on_ranks(2)
-def test_reentrant_checkpoints_of_one_unit_are_reduced_together():
-    model = fully_shard(seeded(lambda: Segments(*linears(3))))
-    backward(model)
-    counts = recorded(lambda: backward(model))
-    for event in ("gather", "start reduction"):
-        assert counts[event] == {"(root)": 1}, (event, counts[event])
-
-
-@on_ranks(2)
 def test_reentrant_checkpoints_of_units_that_stay_whole_gather_once():
     model = seeded(lambda: Segments(*linears(3)))
     for part in (*model, model):
