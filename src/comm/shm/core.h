@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,7 +30,7 @@ struct Core {
   Phases phases;
   UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
-  int homes = 0; // alive
+  std::atomic<int> homes = 0; // alive; they go on any thread
   bool keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
 };
 

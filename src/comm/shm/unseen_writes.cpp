@@ -23,16 +23,22 @@ uint64_t digest(uint64_t value, const char* memory, size_t bytes) {
 
 void UnseenWrites::watch(const char* memory, size_t bytes) {
   if (bytes > 0) {
+    const std::scoped_lock lock(mutex_);
     slices_[memory] = bytes;
   }
 }
 
 void UnseenWrites::forget(const char* memory) {
+  const std::scoped_lock lock(mutex_);
   slices_.erase(memory);
 }
 
 // An optimizer changes nearly everything: some of it tells.
-uint64_t UnseenWrites::glance() const {
+std::optional<uint64_t> UnseenWrites::glance() const {
+  const std::scoped_lock lock(mutex_);
+  if (slices_.empty()) {
+    return std::nullopt;
+  }
   const size_t stride = slices_.size() / kGlances + 1;
   uint64_t value = 0;
   size_t index = 0;
@@ -62,7 +68,7 @@ void UnseenWrites::before_gather() {
   if (!open()) {
     return;
   }
-  if (slices_.empty() || glance() != seen_) {
+  if (const auto now = glance(); !now || now != seen_) {
     end();
   }
 }

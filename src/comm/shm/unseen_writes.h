@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <mutex>
+#include <optional>
 
 #include "comm/shm/phases.h"
 
@@ -20,7 +22,7 @@ class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
 
-  /// Memory of this rank's slices, which may be written.
+  /// Memory of this rank's slices, which may be written. Homes go on any thread: these two are thread safe.
   void watch(const char* memory, size_t bytes);
   void forget(const char* memory);
 
@@ -37,12 +39,13 @@ class UnseenWrites {
   void resume(bool all_were_open);
 
  private:
-  uint64_t glance() const;
+  std::optional<uint64_t> glance() const; // nothing without slices
 
   Members& members_;
   Phases phases_;
+  mutable std::mutex mutex_;
   std::map<const char*, size_t> slices_;
-  uint64_t seen_ = 0; // at the beginning
+  std::optional<uint64_t> seen_; // at the beginning
   bool has_to_wait_ = false; // for the others, before it gathers
 };
 
