@@ -5,10 +5,12 @@ PYTHON ?=
 TORCH ?= 2.13.0
 RANKS ?= 2
 ARGS ?=
+MINUTES ?= 10
+SEED ?=
 PREFIX ?= /usr/local
 export PYTHON TORCH
 
-.PHONY: help setup build python train test bench asan tsan format check install clean
+.PHONY: help setup build python train test soak bench asan tsan format check install clean
 
 help: ## this text
 	@scripts/help.sh
@@ -28,6 +30,9 @@ train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--h
 
 test: build ## all tests
 	@scripts/test.sh release
+
+soak: build ## random trials with fresh seeds: MINUTES=30 make soak, SEED=17 for the same ones again
+	@scripts/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 bench: setup ## measure libfsdp beside PyTorch, in about 15 minutes: ONLY=name for some rows
 	@bench/run

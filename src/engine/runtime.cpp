@@ -458,7 +458,8 @@ void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
   const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
-  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows.
+  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows. Ranks
+  // may differ in whether they come here for it.
   const bool reduces = step_is_over || backward_is_for_all_;
   if (reduces) {
     reduce_what_waits();
@@ -492,7 +493,7 @@ void Runtime::finish_backward() {
   }
   backward_queued_ = false;
   last_ = nullptr;
-  if (is_last_backward_ && !delivered_.empty()) {
+  if (is_last_backward_ && reduces && !delivered_.empty()) {
     open_for_unseen_writes();
   }
   notify(EventKind::kEndBackward, nullptr);

@@ -1,147 +1,33 @@
 """Random models, units, options and steps: sharded training is unsharded training, whatever comes together.
 
-A failure names its trial's seed and what was drawn until then; `Trial(seed).run()` on as many ranks repeats it.
+Of a number of ranks over a means of communication, a seed alone decides what a trial is. A failure says what was drawn
+until then, and how to repeat it: FSDP_TRIALS_SEED=2503 FSDP_TRIALS=1 pytest tests/python/test_random.py -k "trials[2-shm]"
 """
 
 import copy
 import functools
+import os
 import random
+import signal
+import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, _mesh, clip_grad_norm_, fully_shard
-from libfsdp import summon_full_params
+from libfsdp import Error, summon_full_params
+from random_models import LENGTH, ROWS, Block, Interrupted, Layer, OwnFunction, freeze_some, has_call, has_kind
+from random_models import linears, random_model, tie_some
 from subjects import whole
 
-ROWS, LENGTH = 2, 5  # of each rank's batches
 TRIALS = 8  # for each number of ranks and means of communication
-
-
-class OwnFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        return gradient @ weight.t(), torch.einsum("btd,bte->de", x, gradient)
-
-
-def linear(width):
-    return nn.Linear(width, width)
-
-
-def look_at(layer, x):
-    """One rank alone reads what all have just used."""
-    y = F.linear(x, layer.weight)
-    if dist.get_rank() == 0:
-        with torch.no_grad():
-            layer.weight.norm().item()
-    return y
-
-
-LAYERS = {
-    "linear": (linear, lambda layer, x: layer(x)),
-    "its weight alone": (linear, lambda layer, x: F.linear(x, layer.weight)),
-    "its weight alone, and rank 0 looks": (linear, look_at),
-    "its weight in two pieces": (
-        linear,
-        lambda layer, x: torch.cat([x @ piece.t() for piece in layer.weight.split(2)], -1) + layer.bias.unsqueeze(0),
-    ),
-    "a row of its weight": (linear, lambda layer, x: x * layer.weight[1].view(-1) + layer.weight[:2].sum(0)),
-    "its weight's mean": (linear, lambda layer, x: x * layer.bias + layer.weight.mean()),
-    "a function of the user": (linear, lambda layer, x: OwnFunction.apply(x, layer.weight)),
-    "norm": (nn.LayerNorm, lambda layer, x: layer(x)),
-    "embedding": (lambda width: nn.Embedding(7, width), lambda layer, x: x + layer(torch.arange(LENGTH))),
-    "attention": (lambda width: nn.MultiheadAttention(width, 1, batch_first=True), lambda layer, x: layer(x, x, x)[0]),
-    "transformer": (
-        lambda width: nn.TransformerEncoderLayer(width, 1, 2 * width + 1, dropout=0.0, batch_first=True),
-        lambda layer, x: layer(x),
-    ),
-    "lstm": (lambda width: nn.LSTM(width, width, num_layers=2, batch_first=True), lambda layer, x: layer(x)[0]),
-    "convolution": (
-        lambda width: nn.Conv1d(width, width, 3, padding=1),
-        lambda layer, x: layer(x.transpose(1, 2)).transpose(1, 2),
-    ),
-}
-
-
-def without_gradients_first(layer, x):
-    with torch.no_grad():
-        first = layer(x)
-    return layer(x) + first
-
-
-CALLS = {
-    "once": lambda layer, x: layer(x),
-    "twice": lambda layer, x: layer(torch.tanh(layer(x))),
-    "without gradients first": without_gradients_first,
-    "checkpointed": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
-    "checkpointed, reentrant": lambda layer, x: checkpoint(layer, x, use_reentrant=True),
-}
-
-
-class Layer(nn.Module):
-    def __init__(self, width, kind, call):
-        super().__init__()
-        make, self.read = LAYERS[kind]
-        self.layer, self.call = make(width), CALLS[call]
-
-    def forward(self, x):
-        return self.call(functools.partial(self.read, self.layer), x)
-
-
-class Block(nn.Module):
-    """Layers and blocks; some are left out in some steps."""
-
-    step = 0
-
-    def __init__(self, parts, every):
-        super().__init__()
-        self.parts, self.every = nn.ModuleList(parts), every
-
-    def forward(self, x):
-        for part, every in zip(self.parts, self.every):
-            if Block.step % every == 0:
-                x = x / 2 + torch.tanh(part(x))
-        return x
-
-
-def random_model(draw, width, depth=0):
-    def part():
-        if depth < 2 and draw.random() < 0.35:
-            return random_model(draw, width, depth + 1)
-        call = draw.choice(list(CALLS)) if draw.random() < 0.3 else "once"
-        return Layer(width, draw.choice(list(LAYERS)), call)
-
-    parts = [part() for _ in range(draw.randint(1, 4))]
-    return Block(parts, [draw.choice([1] * 8 + [2, 3]) for _ in parts])
-
-
-def linears(model):
-    return [each for each in model.modules() if isinstance(each, nn.Linear)]
-
-
-def tie_some(draw, model):
-    for _ in range(draw.choice([0, 0, 1, 2]) if linears(model) else 0):
-        one, other = draw.choices(linears(model), k=2)
-        if one.weight.shape == other.weight.shape:
-            other.weight = one.weight
-
-
-def freeze_some(draw, model):
-    share = draw.choice([0, 0, 0.2, 0.5])
-    for parameter in model.parameters():
-        parameter.requires_grad_(draw.random() >= share)
+SMALLEST = dict(rtol=1e-8, atol=1e-10)  # where additions have no one order
+LOSSES = ["plain"] * 4 + ["two forwards, two backwards", "a graph that is kept"]
+PENALTIES = ["a penalty on the input's gradient", "a penalty on weights' gradients"]
 
 
 def random_options(draw):
@@ -174,8 +60,30 @@ def loss_of(model, batch):
     return model(batch).double().pow(2).mean() + torch.zeros((), requires_grad=True)  # all may be frozen
 
 
-class Interrupted(Exception):
-    pass
+def backwards(kind, model, batch, after_each):
+    """The losses. `after_each` is called after each backward."""
+    if kind == "two forwards, two backwards":
+        losses = [loss_of(model, batch), loss_of(model, batch * 2)]
+        for loss in losses:
+            loss.backward()
+            after_each()
+        return losses
+    if kind == "a graph that is kept":
+        loss = loss_of(model, batch)
+        loss.backward(retain_graph=True)
+        after_each()
+    elif kind in PENALTIES:
+        batch = batch.requires_grad_()
+        loss = loss_of(model, batch)
+        to = [batch] if kind == PENALTIES[0] else [each.weight for each in linears(model)[:3]] + [batch]
+        to = [each for each in to if each.requires_grad]
+        slopes = torch.autograd.grad(loss, to, create_graph=True, allow_unused=True)
+        loss = loss + sum(slope.double().pow(2).sum() for slope in slopes if slope is not None)
+    else:
+        loss = loss_of(model, batch)
+    loss.backward()
+    after_each()
+    return [loss]
 
 
 class PastAllOperators:
@@ -198,6 +106,63 @@ class PastAllOperators:
             parameter.grad = None
 
 
+def status_of_child(body):
+    """Of a forked child that runs `body`, with what it said."""
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 2)
+            signal.alarm(20)  # a child that hangs is a failure
+            try:
+                body()
+            except Error as error:
+                os.write(2, str(error).encode())
+                os._exit(3)
+            finally:
+                os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        said.seek(0)
+        return status, said.read().decode()
+
+
+class Companion:
+    """Another model, of one unit on a mesh of its own, that is trained in between."""
+
+    def __init__(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        groups = [list(range(0, ranks, 2)), list(range(1, ranks, 2))] if seed % 2 and ranks > 1 else [list(range(ranks))]
+        made = [dist.new_group(each) for each in groups]
+        (self.ranks, group), *_ = [pair for pair in zip(groups, made) if rank in pair[0]]
+        self.model = nn.Linear(4, 3).double()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        self.reference = copy.deepcopy(self.model)
+        fully_shard(self.model, mesh=DeviceMesh.from_group(group, "cpu"))
+
+    @staticmethod
+    def batch(step, rank):
+        generator = torch.Generator().manual_seed(step * 10 + rank)
+        return torch.randn(2, 4, generator=generator, dtype=torch.float64)
+
+    def forward(self, step):
+        self.step, self.loss = step, self.model(self.batch(step, dist.get_rank())).pow(2).mean()
+
+    def finish(self):
+        self.loss.backward()
+        for rank in self.ranks:
+            self.reference(self.batch(self.step, rank)).pow(2).mean().backward()
+        for ours, theirs in zip(self.model.parameters(), self.reference.parameters()):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad / len(self.ranks), **SMALLEST)
+            with torch.no_grad():
+                ours.sub_(ours.grad, alpha=0.125)
+                theirs.sub_(theirs.grad / len(self.ranks), alpha=0.125)
+            ours.grad = theirs.grad = None
+        with torch.no_grad():
+            self.model(self.batch(self.step, 0))  # after which the next forward waits for no writer
+
+
 class Trial:
     """One model, trained for some steps beside its unsharded twin, with something else in between."""
 
@@ -211,10 +176,11 @@ class Trial:
         self.past_operators = self.draw.random() < 0.4
         self.note("past all operators:", self.past_operators)
         self.make_optimizers()
-        between = [self.evaluate, self.interrupt, self.copy, self.load, self.freeze_or_thaw]
-        between += [self.write, self.replace, self.unshard]
+        between = [self.evaluate, self.copy, self.load, self.drop]
+        between += [] if self.ranks_differ else [self.interrupt, self.freeze_or_thaw]
+        between += [self.write, self.write_raw, self.replace, self.unshard, self.look, self.read, self.fork]
         for step in range(self.draw.randint(2, 6)):
-            if self.draw.random() < 0.7:
+            while self.draw.random() < 0.5:
                 event = self.draw.choice(between)
                 self.note(event.__name__)
                 event()
@@ -222,15 +188,26 @@ class Trial:
 
     def make(self):
         self.width = self.draw.choice([3, 4, 5, 8])
-        self.model = random_model(self.draw, self.width).double()
+        options = random_options(self.draw)
+        self.casts, self.zeros = "mp_policy" in options, self.draw.random() < 0.2
+        self.replicas = 1 if options["mesh"].ndim == 1 else options["mesh"].size(0)
+        # Where a gather asks nobody, ranks may do without what others use, and look at parameters alone.
+        self.asks_nobody = not self.casts and _mesh._shared_memory
+        self.ranks_differ = self.asks_nobody and self.zeros
+        self.model = random_model(self.draw, self.width, self.ranks_differ).double()
         tie_some(self.draw, self.model)
         freeze_some(self.draw, self.model)
+        if self.ranks_differ:  # one that uses nothing that is trained does not know of a step
+            self.model.begin_with(Layer(self.width, "linear", "once").double())
         self.reference = copy.deepcopy(self.model)
-        options = random_options(self.draw)
-        self.tolerance = dict(rtol=1e-3, atol=1e-4) if "mp_policy" in options else dict(rtol=1e-8, atol=1e-10)
-        self.note(self.model, options)
+        self.kind = self.draw.choice([dict(foreach=False), dict(foreach=True), dict(fused=True)])
+        self.clips = self.draw.random() < 0.3
+        exact = self.asks_nobody and "fused" not in self.kind and not self.clips
+        self.tolerance = dict(rtol=1e-3, atol=1e-4) if self.casts else dict(rtol=0, atol=0) if exact else SMALLEST
+        self.note(self.model, options, self.kind, "clips:", self.clips, "zeros:", self.zeros)
         shard_some(self.draw, self.model, options)
         self.note("units:", [path for path, each in self.model.named_modules() if isinstance(each, FSDPModule)])
+        self.companion = Companion(self.draw.randrange(100)) if self.draw.random() < 0.3 else None
 
     def note(self, *what):
         self.drawn.append(" ".join(map(str, what)))
@@ -240,7 +217,7 @@ class Trial:
 
     def set_some(self):
         draw, model = self.draw, self.model
-        self.zeros, self.divisor = draw.random() < 0.2, draw.choice([None, None, 3.0])
+        self.divisor = draw.choice([None, None, 3.0])
         model.set_reduce_scatter_unused_params(self.zeros)
         self.stays_whole = draw.random() >= 0.8
         model.set_reshard_after_backward(not self.stays_whole)
@@ -254,8 +231,7 @@ class Trial:
         draw.choice(self.units()).set_unshard_in_backward(draw.random() < 0.5)
 
     def make_optimizers(self):
-        kind = self.draw.choice([dict(foreach=False), dict(foreach=True), dict(fused=True)])
-        make = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2, **kind)
+        make = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-2, **self.kind)
         ours = functools.partial(PastAllOperators, make) if self.past_operators else make
         self.optimizer, self.reference_optimizer = ours(self.model.parameters()), make(self.reference.parameters())
 
@@ -284,18 +260,38 @@ class Trial:
         torch.testing.assert_close(*results, **self.tolerance)
 
     def interrupt(self):
+        """An exception in a forward or backward, of a hook or a function; in a forward perhaps on one rank only."""
+
         def raise_it(*_):
-            raise Interrupted
+            if not alone or dist.get_rank() == 0:
+                raise Interrupted
 
         module = self.draw.choice(list(self.model.modules()))
-        hook = self.draw.choice([module.register_forward_hook, module.register_full_backward_hook])(raise_it)
+        how = self.draw.choice(["forward", "forward", "backward", "function"])
+        alone = how == "forward" and self.asks_nobody and self.draw.random() < 0.5
+        kept = self.draw.random() < 0.3
+        self.note(how, "alone:", alone)
+        if how == "function":
+            OwnFunction.raises = True
+        else:
+            hook = module.register_forward_hook if how == "forward" else module.register_full_backward_hook
+            hook = hook(raise_it)
         try:
-            loss_of(self.model, self.batch(91, 0)).backward()
+            loss = loss_of(self.model, self.batch(91, 0))
+            if not alone:
+                loss.backward(retain_graph=kept)
         except Interrupted:
             pass
-        hook.remove()
+        finally:
+            OwnFunction.raises = False
+            if how != "function":
+                hook.remove()
         self.model.reset_iter_state()
         self.model.zero_grad()
+
+    def drop(self):
+        loss_of(self.model, self.batch(92, 0))
+        self.model.reset_iter_state()
 
     def copy(self):
         twin = copy.deepcopy(self.model)
@@ -311,15 +307,31 @@ class Trial:
 
     def freeze_or_thaw(self):
         path = self.draw.choice([path for path, _ in self.model.named_parameters()])
-        self.note(path)
+        through_member = self.draw.random() < 0.3
+        self.note(path, "through the member:", through_member)
         for each in (self.model, self.reference):
             parameter = dict(each.named_parameters())[path]
-            parameter.requires_grad_(not parameter.requires_grad)
+            wanted = not parameter.requires_grad
+            module, _, name = path.rpartition(".")
+            member = getattr(each.get_submodule(module), name)
+            (member if through_member else parameter).requires_grad_(wanted)
+            parameter.grad = None
 
     def write(self):
-        with summon_full_params(self.model), torch.no_grad():
-            for parameter in [*self.model.parameters(), *self.reference.parameters()]:
-                parameter.mul_(0.9)
+        kept = self.draw.random() < 0.5
+        with summon_full_params(self.model, writeback=kept), torch.no_grad():
+            self.check_whole()
+            for parameter in [*self.model.parameters(), *(self.reference.parameters() if kept else [])]:
+                parameter.mul_(0.75)
+
+    def write_raw(self):
+        self.model.note_shard_writes()
+        for parameter in self.model.parameters():
+            values = parameter.detach().to_local().numpy()
+            values *= 0.75
+        with torch.no_grad():
+            for parameter in self.reference.parameters():
+                parameter.mul_(0.75)
 
     def replace(self):
         """A weight, in all places if it is tied."""
@@ -342,16 +354,59 @@ class Trial:
             handle.wait()
         self.draw.choice(self.units()).reshard()
 
+    def look(self):
+        """One rank alone at what may have been written just before, by all."""
+        layers, rank = linears(self.model), self.draw.randrange(dist.get_world_size())
+        if self.asks_nobody and layers:
+            index = self.draw.randrange(len(layers))
+            if self.barrier_of_units() and dist.get_rank() == rank:
+                with torch.no_grad():
+                    ours, theirs = layers[index].weight.norm(), linears(self.reference)[index].weight.norm()
+                torch.testing.assert_close(ours, theirs, **self.tolerance)
+
+    def barrier_of_units(self):
+        """After it none of the ranks is in the midst of writing."""
+        with torch.no_grad():
+            loss_of(self.model, self.batch(93, 0))
+        dist.barrier()
+        return True
+
+    def read(self):
+        """The whole, as checkpoints do."""
+        self.check_whole({name: whole(value) for name, value in self.model.state_dict().items()})
+
+    def check_whole(self, wholes=None):
+        wholes = wholes or dict(self.model.named_parameters())
+        for name, parameter in self.reference.named_parameters():
+            torch.testing.assert_close(
+                wholes[name].detach(), parameter.detach(), msg=lambda text: f"{name}: {text}", **self.tolerance
+            )
+
+    def fork(self):
+        """A child that works by itself; or that touches a shard, which ends it, and the training goes on."""
+        kept = [value.to_local().clone() for value in self.model.state_dict().values()]
+        status, said = status_of_child(lambda: sum(float(each.sum()) for each in kept))
+        assert status == 0, f"a child ended with {status}: {said}"
+        mine = [each for each in self.model.parameters() if each.to_local().numel()]
+        if _mesh._shared_memory and dist.get_world_size() > 1 and mine and self.replicas < dist.get_world_size():
+            status, said = status_of_child(lambda: mine[0].to_local().sum().item())
+            assert "a forked child" in said, f"a child that read a shard ended with {status}: {said}"
+            assert os.WIFSIGNALED(status) or os.WEXITSTATUS(status) == 3
+
     # A step.
 
     def train(self, step):
-        Block.step = step
+        Block.step, Block.rank = step, dist.get_rank()
         micros, how = self.draw.randint(1, 3), self.draw.choice(["each", "no sync", "no all-reduce", "at once"])
-        self.note(step, micros, how)
-        losses = self.backward(step, micros, how)
-        torch.testing.assert_close(losses, self.reference_backward(step, micros), **self.tolerance)
+        may_recompute = has_call(self.model, "checkpointed")
+        losses = LOSSES + ([] if may_recompute or has_kind(self.model, "transformer") else PENALTIES)
+        kinds = [self.draw.choice(losses[:-3] if may_recompute else losses) for _ in range(micros)]
+        self.note(step, micros, how, "" if how == "at once" else kinds)
+        seen = self.backward(step, kinds, how)
+        expected = self.reference_backward(step, kinds, how)
+        torch.testing.assert_close(seen, expected, **self.tolerance)
         self.check_gradients()
-        if self.draw.random() < 0.3:
+        if self.clips and self.draw.random() < 0.7:
             clip = self.draw.choice([clip_grad_norm_, nn.utils.clip_grad_norm_])
             norms = clip(self.model.parameters(), 0.01), nn.utils.clip_grad_norm_(self.reference.parameters(), 0.01)
             torch.testing.assert_close(*(whole(norm).item() for norm in norms), **self.tolerance)
@@ -361,33 +416,90 @@ class Trial:
         self.check_same({name: (p.detach(), q.detach()) for name, p, q in self.pairs()})
         self.optimizer.zero_grad(), self.reference_optimizer.zero_grad()
 
-    def backward(self, step, micros, how):
-        if how == "at once":
-            losses = [loss_of(self.model, self.batch(step, micro)) for micro in range(micros)]
-            sum(losses).backward()
-            return [loss.item() for loss in losses]
-        losses = []
-        for micro in range(micros):
-            last = micro == micros - 1
-            self.model.set_is_last_backward(last)
-            self.model.set_requires_gradient_sync(last or how != "no sync")
-            self.model.set_requires_all_reduce(last or how != "no all-reduce")
-            loss = loss_of(self.model, self.batch(step, micro))
-            loss.backward()
-            losses.append(loss.item())
-        return losses
+    def companions(self, step):
+        """Its forward is before this model's on some ranks, and after it on others, where gathers ask nobody."""
+        if self.companion is None:
+            return lambda: None, lambda: None
+        first = self.draw.random() < 0.5
+        before = first if not self.asks_nobody else (dist.get_rank() % 2 == 0) == first
+        go, nothing = functools.partial(self.companion.forward, step), lambda: None
+        return (go, nothing) if before else (nothing, go)
 
-    def reference_backward(self, step, micros):
-        mine = []
+    def backward(self, step, kinds, how):
+        before, after = self.companions(step)
+        before()
+        losses = []
+        if how == "at once":
+            losses = [loss_of(self.model, self.batch(step, micro)) for micro in range(len(kinds))]
+            after()
+            sum(losses).backward()
+        else:
+            for micro, kind in enumerate(kinds):
+                last = micro == len(kinds) - 1
+                self.model.set_is_last_backward(last)
+                self.model.set_requires_gradient_sync(last or how != "no sync")
+                self.model.set_requires_all_reduce(last or how != "no all-reduce")
+                losses += backwards(kind, self.model, self.batch(step, micro), lambda: None)
+            after()
+        if self.companion is not None:
+            self.companion.finish()
+        return [loss.item() for loss in losses]
+
+    def reference_backward(self, step, kinds, how):
+        """Reduced as units do it, in the order of the ranks."""
+        mine, gradients, parameters = [], [], list(self.reference.parameters())
+        former = [parameter.grad for parameter in parameters]
+
+        def take():
+            gradients[-1].append([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+
         for rank in range(dist.get_world_size()):
-            for micro in range(micros):
-                loss = loss_of(self.reference, self.batch(step, micro, rank))
-                loss.backward()
-                mine += [loss.item()] if rank == dist.get_rank() else []
-        for parameter in self.reference.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(self.divisor or dist.get_world_size())
+            Block.rank = rank
+            gradients.append([])
+            take()
+            gradients[-1].clear()
+            batches = [self.batch(step, micro, rank) for micro in range(len(kinds))]
+            if how == "at once":
+                losses = [loss_of(self.reference, batch) for batch in batches]
+                sum(losses).backward()
+                take()
+                of_backward = [0]
+            else:
+                losses, of_backward = [], []
+                for micro, kind in enumerate(kinds):
+                    losses += backwards(kind, self.reference, batches[micro], take)
+                    of_backward += [micro] * (len(gradients[-1]) - len(of_backward))
+            mine += [loss.item() for loss in losses] if rank == dist.get_rank() else []
+        Block.rank = dist.get_rank()
+        last = [how == "at once" or micro == len(kinds) - 1 for micro in of_backward]
+        for index, parameter in enumerate(parameters):
+            of_rank = [[backward[index] for backward in of_rank] for of_rank in gradients]
+            parameter.grad = plus(former[index], self.reduced(of_rank, last, how))
         return mine
+
+    def reduced(self, gradients, last, how):
+        """By rank and backward, of one parameter."""
+        ranks = dist.get_world_size()
+        shards, divisor = ranks // self.replicas, self.divisor or ranks
+        total, waiting, put_off = None, [None] * ranks, [None] * self.replicas
+        for backward, is_last in enumerate(last):
+            for rank in range(ranks):
+                waiting[rank] = plus(waiting[rank], gradients[rank][backward])
+            if how == "no sync" and not is_last:
+                continue
+            sums = [add(waiting[first : first + shards]) for first in range(0, ranks, shards)]
+            waiting = [None] * ranks
+            if self.replicas > 1:
+                sums = [plus(one, other) for one, other in zip(sums, put_off)]
+                put_off = [None] * self.replicas
+                if how == "no all-reduce" and not is_last:
+                    put_off = sums
+                    continue
+            whole_sum = add(sums)
+            total = plus(total, None if whole_sum is None else whole_sum / divisor)
+        return total
 
     def pairs(self):
         ours, theirs = dict(self.model.named_parameters()), dict(self.reference.named_parameters())
@@ -410,13 +522,23 @@ class Trial:
             torch.testing.assert_close(whole(ours), theirs, msg=lambda text: f"{name}: {text}", **self.tolerance)
 
 
+def plus(sum, next):
+    return sum if next is None else next if sum is None else sum + next
+
+
+def add(tensors):
+    return functools.reduce(plus, tensors, None)
+
+
 @on_ranks(1, 2, 3, 4)
 def test_random_trials():
-    first = 1000 * dist.get_world_size() + 500 * _mesh._shared_memory
-    for seed in range(first, first + TRIALS):
+    ranks, means = dist.get_world_size(), "shm" if _mesh._shared_memory else "gloo"
+    first = int(os.environ.get("FSDP_TRIALS_SEED", 1000 * ranks + 500 * _mesh._shared_memory))
+    for seed in range(first, first + int(os.environ.get("FSDP_TRIALS", TRIALS))):
         trial = Trial(seed)
         try:
             trial.run()
         except Exception as error:
             drawn = "\n".join(trial.drawn)
-            raise AssertionError(f"trial {seed}:\n{drawn}\n{error}") from error
+            again = f"FSDP_TRIALS_SEED={seed} FSDP_TRIALS=1 pytest tests/python/test_random.py -k 'trials[{ranks}-{means}]'"
+            raise AssertionError(f"{again}\n{drawn}\n{error}") from error

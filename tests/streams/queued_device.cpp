@@ -100,6 +100,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream& stream) const override {
     return detector().host_has_waited(stream.device_index(), queued_device::record(stream));
   }
+  // Autograd does it where gradients go from one stream to another.
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    detector().recorded(data.get(), number_of(stream));
+  }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(stream);
   }

@@ -32,12 +32,15 @@ RaceDetector::RaceDetector(int devices, int streams_per_device) : streams_per_de
 void RaceDetector::allocated(const void* memory, size_t bytes, int stream) {
   const std::lock_guard lock(mutex_);
   const int64_t now = submit(stream);
-  for (const Block& block : std::exchange(free_[stream], {})) {
-    expect_before(block.last_write, streams_[stream], "an allocation of memory given back");
+  for (Block& block : std::exchange(free_[stream], {})) {
+    if (block.recorded.count(block.last_write.stream) == 0) {
+      expect_before(block.last_write, streams_[stream], "an allocation of memory given back");
+    }
+    std::erase_if(block.reads, [&](const auto& read) { return block.recorded.count(read.first) != 0; });
     expect_reads_before(block, streams_[stream], "an allocation of memory given back");
   }
   blocks_[static_cast<const char*>(memory)] =
-      Block{.bytes = bytes, .owner = stream, .last_write = {stream, now, "allocation"}, .reads = {}};
+      Block{.bytes = bytes, .owner = stream, .last_write = {stream, now, "allocation"}, .reads = {}, .recorded = {}};
   count_bytes(stream, static_cast<int64_t>(bytes));
 }
 
@@ -57,7 +60,7 @@ int64_t RaceDetector::most_bytes_since_last_call(int device) {
 
 void RaceDetector::allocated_on_host(const void* memory, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  blocks_[static_cast<const char*>(memory)] = Block{.bytes = bytes, .owner = -1, .last_write = {}, .reads = {}};
+  blocks_[static_cast<const char*>(memory)] = Block{.bytes = bytes, .owner = -1, .last_write = {}, .reads = {}, .recorded = {}};
 }
 
 bool RaceDetector::is_on_host(const void* memory) {
@@ -83,6 +86,13 @@ void RaceDetector::freed(const void* memory) {
     free_[owner].push_back(std::move(found->second));
   }
   blocks_.erase(found);
+}
+
+void RaceDetector::recorded(const void* memory, int stream) {
+  const std::lock_guard lock(mutex_);
+  if (const auto found = find(memory); found != blocks_.end()) {
+    found->second.recorded.insert(stream);
+  }
 }
 
 void RaceDetector::used(const void* memory, bool writes, int stream, const std::string& operation) {

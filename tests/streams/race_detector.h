@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -28,6 +29,8 @@ class RaceDetector {
   /// Host memory that devices copy from and to.
   void allocated_on_host(const void* memory, size_t bytes);
   bool is_on_host(const void* memory);
+  /// What is queued on `stream` until the memory is given back will be over before it is used again (record_stream).
+  void recorded(const void* memory, int stream);
   /// Of the memory's allocation.
   int stream_of(const void* memory);
   /// Work on `stream` reads or writes the memory.
@@ -60,6 +63,7 @@ class RaceDetector {
     int owner = 0; // stream; -1 on the host
     Use last_write;
     std::map<int, Use> reads; // since then, by stream
+    std::set<int> recorded; // streams
   };
 
   struct Bytes {
