@@ -458,8 +458,8 @@ void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
   const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
-  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows. Ranks
-  // may differ in whether they come here for it.
+  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows.
+  // Ranks may differ in whether they come here for it.
   const bool reduces = step_is_over || backward_is_for_all_;
   if (reduces) {
     reduce_what_waits();

@@ -13,7 +13,8 @@
 
 #include "nn/random_draw.h"
 
-/// Models of a small grammar: blocks of layers and blocks, each used in some way, some of them twice or not in each step.
+/// Models of a small grammar: blocks of layers and blocks, each used in some way, some of them twice or not in each
+/// step.
 namespace fsdp::testing::random {
 
 inline constexpr int64_t kRows = 2, kLength = 3, kVocabulary = 7;
@@ -41,8 +42,23 @@ enum class Call { kOnce, kTwice, kNoGradFirst, kLookedAt, kBeside, kCheckpointed
 
 inline const char* name_of(Kind kind) {
   static constexpr const char* names[] = {
-      "linear",    "function", "weight alone", "pieces", "row", "mean",      "scalar",         "norm", "batchnorm",
-      "embedding", "tied",     "convolution",  "lstm",   "gru", "attention", "same weight as", "block"};
+      "linear",
+      "function",
+      "weight alone",
+      "pieces",
+      "row",
+      "mean",
+      "scalar",
+      "norm",
+      "batchnorm",
+      "embedding",
+      "tied",
+      "convolution",
+      "lstm",
+      "gru",
+      "attention",
+      "same weight as",
+      "block"};
   return names[static_cast<int>(kind)];
 }
 inline const char* name_of(Call call) {
@@ -273,7 +289,8 @@ struct BlockImpl : torch::nn::Cloneable<BlockImpl> {
   }
 
   at::Tensor use(Call call, size_t i, const at::Tensor& x) {
-    const std::function<at::Tensor(const at::Tensor&)> run = [leaf = leaves[i], block = blocks[i]](const at::Tensor& in) {
+    const std::function<at::Tensor(const at::Tensor&)> run = [leaf = leaves[i],
+                                                              block = blocks[i]](const at::Tensor& in) {
       return leaf ? leaf->forward(in) : block->forward(in);
     };
     switch (call) {
@@ -368,7 +385,8 @@ inline std::vector<Part> draw_parts(Draw& draw, const Grammar& grammar, int dept
 }
 
 inline bool any_part(const std::vector<Part>& parts, const std::function<bool(const Part&)>& is) {
-  return std::any_of(parts.begin(), parts.end(), [&](const Part& part) { return is(part) || any_part(part.parts, is); });
+  return std::any_of(
+      parts.begin(), parts.end(), [&](const Part& part) { return is(part) || any_part(part.parts, is); });
 }
 
 /// The leaves, each once.

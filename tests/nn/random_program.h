@@ -28,9 +28,21 @@ enum class What {
 };
 inline const char* name_of(What what) {
   static constexpr const char* names[] = {
-      "evaluate",          "break a forward", "break a backward", "drop a loss", "clone",
-      "summon",            "write shards",    "write shards raw", "write a member", "look alone",
-      "read whole",        "freeze or thaw",  "to double",        "replace shards", "unshard"};
+      "evaluate",
+      "break a forward",
+      "break a backward",
+      "drop a loss",
+      "clone",
+      "summon",
+      "write shards",
+      "write shards raw",
+      "write a member",
+      "look alone",
+      "read whole",
+      "freeze or thaw",
+      "to double",
+      "replace shards",
+      "unshard"};
   return names[static_cast<int>(what)];
 }
 
@@ -42,7 +54,11 @@ struct Event {
 enum class Loss { kPlain, kTwo, kRetained, kForwardForward, kPenaltyOnInput, kPenaltyOnWeights };
 inline const char* name_of(Loss loss) {
   static constexpr const char* names[] = {
-      "plain", "two losses", "retained graph", "forward forward backward backward", "penalty on input",
+      "plain",
+      "two losses",
+      "retained graph",
+      "forward forward backward backward",
+      "penalty on input",
       "penalty on weights"};
   return names[static_cast<int>(loss)];
 }
@@ -90,8 +106,8 @@ struct Program {
   /// What several checkpointed segments use may be reduced in several parts.
   bool differs_by_roundings = false;
 
-  /// Whether each rank has a piece of the first layer, which is always trained: with raw writes, one that writes nothing
-  /// does not know when the others are through.
+  /// Whether each rank has a piece of the first layer, which is always trained: with raw writes, one that writes
+  /// nothing does not know when the others are through.
   bool all_ranks_write() const {
     const int64_t chunk = (width + arrangement.shards - 1) / arrangement.shards;
     return (arrangement.shards - 1) * chunk < width;
@@ -220,8 +236,18 @@ class Drawing {
 
   void draw_model() {
     Grammar grammar;
-    grammar.kinds = {Kind::kLinear, Kind::kLinear, Kind::kFunction, Kind::kWeightAlone, Kind::kPieces, Kind::kRow,
-                     Kind::kMean,   Kind::kScalar, Kind::kNorm,     Kind::kEmbedding,   Kind::kTiedEmbedding};
+    grammar.kinds = {
+        Kind::kLinear,
+        Kind::kLinear,
+        Kind::kFunction,
+        Kind::kWeightAlone,
+        Kind::kPieces,
+        Kind::kRow,
+        Kind::kMean,
+        Kind::kScalar,
+        Kind::kNorm,
+        Kind::kEmbedding,
+        Kind::kTiedEmbedding};
     grammar.calls = {Call::kTwice, Call::kNoGradFirst, Call::kLookedAt, Call::kCheckpointed};
     if (limits_.on_host) {
       grammar.kinds.insert(
@@ -241,7 +267,9 @@ class Drawing {
     }
     const auto is_recurrent = [](const Part& part) { return part.kind == Kind::kLstm || part.kind == Kind::kGru; };
     has_recurrent_ = any_part(program_.parts, is_recurrent);
-    has_other_uses_ = any_part(program_.parts, [](const Part& part) { return part.again >= 0 || part.call == Call::kTwice || part.call == Call::kNoGradFirst; });
+    has_other_uses_ = any_part(program_.parts, [](const Part& part) {
+      return part.again >= 0 || part.call == Call::kTwice || part.call == Call::kNoGradFirst;
+    });
     ranks_differ_ = grammar.ranks_differ;
     has_checkpoints_ = any_part(program_.parts, [](const Part& part) { return part.call == Call::kCheckpointed; });
     has_same_weights_ = any_part(program_.parts, [](const Part& part) { return part.kind == Kind::kSameWeight; });
@@ -333,7 +361,10 @@ class Drawing {
     for (int i = 0; i < micros; ++i) {
       const bool last = i + 1 == micros;
       step.micros.push_back(
-          {.loss = draw_loss(), .syncs = last || how != 1, .all_reduces = last || how != 2, .is_last = last || draw_.chance(70)});
+          {.loss = draw_loss(),
+           .syncs = last || how != 1,
+           .all_reduces = last || how != 2,
+           .is_last = last || draw_.chance(70)});
     }
     program_.steps.push_back(step);
   }
@@ -388,8 +419,8 @@ class Drawing {
   Limits limits_;
   Program program_;
   std::shared_ptr<BlockImpl> model_;
-  bool has_checkpoints_ = false, has_same_weights_ = false, ranks_differ_ = false,
-       has_recurrent_ = false, has_other_uses_ = false;
+  bool has_checkpoints_ = false, has_same_weights_ = false, ranks_differ_ = false, has_recurrent_ = false,
+       has_other_uses_ = false;
 };
 
 inline Program draw_program(uint64_t seed, const Limits& limits) {

@@ -80,8 +80,7 @@ class Sharded {
   // Making
 
   FullyShardOptions options_of(const UnitPlan& unit) const {
-    FullyShardOptions options{
-        .mesh = mesh_, .reshard_after_forward = unit.reshard, .mp_policy = program_.precision};
+    FullyShardOptions options{.mesh = mesh_, .reshard_after_forward = unit.reshard, .mp_policy = program_.precision};
     if (program_.offload) {
       options.offload_policy = CPUOffloadPolicy{};
     }

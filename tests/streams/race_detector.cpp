@@ -60,7 +60,8 @@ int64_t RaceDetector::most_bytes_since_last_call(int device) {
 
 void RaceDetector::allocated_on_host(const void* memory, size_t bytes) {
   const std::lock_guard lock(mutex_);
-  blocks_[static_cast<const char*>(memory)] = Block{.bytes = bytes, .owner = -1, .last_write = {}, .reads = {}, .recorded = {}};
+  blocks_[static_cast<const char*>(memory)] =
+      Block{.bytes = bytes, .owner = -1, .last_write = {}, .reads = {}, .recorded = {}};
 }
 
 bool RaceDetector::is_on_host(const void* memory) {
