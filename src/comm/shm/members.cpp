@@ -154,6 +154,7 @@ void Members::await_asleep(int peer, const Label& label, const Come& come) {
 void Members::check_presence(const Label& label, const Come& come) {
   for (int r = 0; r < size(); ++r) {
     if (r != rank() && !come(r) && gone(r) && !come(r)) {
+      throw_if_failed(label); // who failed said why before it left
       fail_waiting(label, r, fate(r));
     }
   }
