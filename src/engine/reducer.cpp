@@ -292,7 +292,8 @@ void Reducer::give_up_wholes(Reduction& reduction) {
 
 void Reducer::finish_oldest() {
   const auto oldest = std::move(running_.front());
-  const auto keep_alive = oldest->unit->shared_from_this(); // users' functions may let go of it
+  // Users' functions may let go of it. Where another thread just has, that waits for the runtime's lock.
+  const auto keep_alive = oldest->unit->weak_from_this().lock();
   running_.pop_front();
   const tracing::Span span("finish reduction", oldest->unit->display_name());
   if (oldest->holds_wholes) {

@@ -83,7 +83,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     return backward_queued_;
   }
   void gradient_arrived(Param& param, const at::Tensor& handle);
-  /// A shard has got its gradient: an optimizer may be about to step.
+  /// A shard gets its gradient when the lock is free: an optimizer may be about to step then.
   void gradient_delivered(Unit& unit);
   void set_is_last_backward(bool last) {
     is_last_backward_ = last;

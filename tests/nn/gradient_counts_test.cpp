@@ -4,6 +4,7 @@
 #include "engine/prediction.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
+#include "nn/fused_linear.h"
 #include "nn/parity.h"
 #include "nn/watched.h"
 #include "support/error_message.h"
@@ -12,19 +13,6 @@ namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
-
-/// A layer whose weight is read inside a function only, as fused layers do.
-struct FusedLinear : torch::autograd::Function<FusedLinear> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
-    context->save_for_backward({x, weight});
-    return x.mm(weight.t());
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
-    const auto saved = context->get_saved_variables();
-    return {gradients[0].mm(saved[1]), gradients[0].t().mm(saved[0])};
-  }
-};
 
 constexpr int64_t kWidth = 32;
 constexpr int kLayers = 6;

@@ -11,6 +11,7 @@
 
 #include <fsdp/fsdp.h>
 
+#include "nn/fused_linear.h"
 #include "nn/random_draw.h"
 
 /// Models of a small grammar: blocks of layers and blocks, each used in some way, some of them twice or not in each
@@ -109,19 +110,6 @@ struct Surroundings {
   CallBeside beside = nullptr;
 };
 inline thread_local Surroundings surroundings;
-
-/// A layer whose weight is read inside a function only, as fused layers do.
-struct FusedLinear : torch::autograd::Function<FusedLinear> {
-  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x, const at::Tensor& weight) {
-    context->save_for_backward({x, weight});
-    return x.mm(weight.t());
-  }
-  static torch::autograd::variable_list backward(
-      torch::autograd::AutogradContext* context, torch::autograd::variable_list gradients) {
-    const auto saved = context->get_saved_variables();
-    return {gradients[0].mm(saved[1]), gradients[0].t().mm(saved[0])};
-  }
-};
 
 struct LeafImpl : torch::nn::Cloneable<LeafImpl> {
   LeafImpl(Kind kind, int64_t width, std::shared_ptr<LeafImpl> source = nullptr)

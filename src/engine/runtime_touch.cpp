@@ -1,0 +1,176 @@
+// What follows when operators are about to read handles: which units are gathered, which are released.
+
+#include <algorithm>
+#include <utility>
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+
+#include "base/tracing.h"
+#include "engine/checkpoint_scope.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+bool Runtime::trains(Phase phase) {
+  return phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
+}
+
+// [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
+// whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
+// nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
+// that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor
+// in the hooks on a parameter's gradient, which run as what adds it up, and that reads no parameter.
+bool Runtime::is_look(const Unit& unit, Phase phase, bool training) {
+  if (unit.state() == UnitState::kSharded) {
+    return false;
+  }
+  if (phase == Phase::kForward) {
+    return !training && unit.ahead == GatheredFor::kWhoeverComes;
+  }
+  const auto node = torch::autograd::get_current_node();
+  return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
+}
+
+bool Runtime::is_first_touch(const Unit& unit, bool training) const {
+  if (unit.state() == UnitState::kSharded || (training && unit.ahead != GatheredFor::kNobody)) {
+    return true;
+  }
+  return unit.ahead == GatheredFor::kEvaluation;
+}
+
+// Where some gathers need all ranks and others do not, ranks may differ in the latter.
+bool Runtime::takes_note(const Unit& unit, bool training) const {
+  const bool comes_again = training || unit.reshards_after(Phase::kForward);
+  return comes_again && (unit.gathers_together() || !any_gathers_together_);
+}
+
+void Runtime::touch(const TouchedUnits& units, Phase phase) {
+  auto guard = lock();
+  const bool training = trains(phase); // before the scope below turns grad mode off
+  Schedule& schedule = training ? training_ : evaluating_;
+  InternalScope scope;
+  const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
+  if (phase == Phase::kBackward) {
+    begin_backward();
+  }
+  const bool gathers =
+      std::any_of(units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
+  if (training && (gathers || !calls_are_noted_)) {
+    begin_step(/*certainly=*/false);
+  }
+  const Unit* before = last_;
+  const Unit* noted = nullptr;
+  TouchedUnits fetching; // those whose list is due
+  bool any_first = false;
+  for (Unit* unit : units) {
+    if (is_look(*unit, phase, training)) {
+      if (!training && !in_step_) { // what it was unsharded for
+        unit->requested = false;
+        unit->ahead = GatheredFor::kNobody;
+      }
+      continue;
+    }
+    const bool first = is_first_touch(*unit, training);
+    if (phase == Phase::kBackward ? !std::exchange(unit->used_in_backward, true) : first) {
+      fetching.push_back(unit);
+    }
+    if (!first) {
+      continue;
+    }
+    any_first = true;
+    unit->gathered_in_backward |= phase == Phase::kBackward;
+    unit->requested = unit->prefetched = false;
+    unit->ahead = GatheredFor::kNobody;
+    last_ = unit;
+    if (takes_note(*unit, training)) {
+      schedule.touched({unit->number(), phase});
+      noted = unit;
+    }
+  }
+  if (any_first) {
+    release_left_behind(units, phase, schedule, before);
+  }
+  for (Unit* unit : units) {
+    unit->unshard();
+  }
+  for (const Unit* unit : fetching) {
+    prefetch_listed(*unit, phase, training);
+  }
+  if (noted != nullptr) {
+    prefetch(*noted, phase, schedule);
+  }
+  for (Unit* unit : units) {
+    unit->unshard(); // again, if a prefetched unit's shards had to move, for which all readers let go
+    unit->wait();
+  }
+  reducer_.progress();
+}
+
+void Runtime::release_left_behind(
+    const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
+  const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
+  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
+    const bool is_touched = std::find(touched.begin(), touched.end(), unit) != touched.end();
+    if (!is_touched) {
+      unit->leave();
+    }
+    if (is_touched || stays(*unit, touched, phase)) {
+      continue;
+    }
+    const bool expected =
+        schedule.known()
+            ? std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit->number(); })
+            : unit == before; // units touched in turns must not thrash
+    if (expected && !unit->is_private()) {
+      unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
+    } else {
+      unit->reshard(/*left_in=*/phase);
+    }
+  }
+}
+
+bool Runtime::stays(const Unit& unit, const TouchedUnits& touched, Phase phase) {
+  if (unit.held > 0 || unit.requested || unit.prefetched) {
+    return true;
+  }
+  const bool contains_touched =
+      std::any_of(touched.begin(), touched.end(), [&](const Unit* other) { return unit.is_ancestor_of(*other); });
+  const bool waits_for_backward =
+      phase == Phase::kBackward && !unit.gathered_in_backward && !unit.reshards_after(Phase::kForward);
+  return !unit.is_private() && (contains_touched || waits_for_backward || !unit.reshards_after(phase));
+}
+
+static const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase phase) {
+  return phase == Phase::kForward ? unit.policy.forward_prefetch : unit.policy.backward_prefetch;
+}
+
+void Runtime::prefetch_listed(const Unit& unit, Phase phase, bool training) {
+  for (const auto& weak : list_of(unit, phase)) {
+    if (auto next = weak.lock(); next && next->state() == UnitState::kSharded) {
+      gather_ahead(*next, training);
+      next->prefetched = true;
+    }
+  }
+}
+
+void Runtime::prefetch(const Unit& unit, Phase phase, const Schedule& schedule) {
+  if (!list_of(unit, phase).empty()) {
+    return;
+  }
+  for (const auto& touch : schedule.upcoming(prefetch_)) {
+    Unit* next = units_[touch.unit];
+    if (next != nullptr && (touch.phase == Phase::kForward || next->policy.prefetch_in_backward)) {
+      gather_ahead(*next, &schedule == &training_);
+    }
+  }
+}
+
+void Runtime::gather_ahead(Unit& unit, bool training) {
+  unit.unshard();
+  unit.ahead = training ? GatheredFor::kTraining : GatheredFor::kEvaluation;
+}
+
+} // namespace fsdp::engine
