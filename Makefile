@@ -10,7 +10,7 @@ SEED ?=
 PREFIX ?= /usr/local
 export PYTHON TORCH
 
-.PHONY: help setup build python train test soak bench asan tsan format check install clean
+.PHONY: help setup build python train test soak bench asan tsan format check install package clean
 
 help: ## this text
 	@scripts/help.sh
@@ -53,8 +53,13 @@ check: setup ## layers, format, clang-tidy, leftovers
 	@scripts/setup.sh --tools clang-format clang-tidy
 	@scripts/check.sh
 
-install: build ## the library and its CMake package: make install PREFIX=/opt/fsdp
+install: setup ## the library, its CMake package and programs: make install PREFIX=/opt/fsdp [DESTDIR=...]
+	@scripts/build.sh release fsdp fsdp-report
 	@cmake --install build --prefix "$(PREFIX)"
+
+package: setup ## the same as a .deb and a .tar.gz, in build/
+	@scripts/build.sh release fsdp fsdp-report
+	@cd build && cpack
 
 clean: ## remove all builds; .venv stays
 	@rm -rf build build-asan build-tsan build-tidy

@@ -64,6 +64,8 @@ class FSDP_API Gathered {
   virtual void wait() = 0;
   /// The whole piece: the ranks' slices one after another. Readable after `wait`; never written.
   virtual void* piece(size_t index) const = 0;
+  /// Its owner goes, on whatever thread, at a moment that the ranks need not share. Destroying it follows.
+  virtual void abandon() {}
   /// Memory that this rank pays for while this lives: 0 when the slices are read where they are.
   virtual int64_t bytes() const = 0;
 };

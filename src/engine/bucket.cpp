@@ -25,7 +25,11 @@ Bucket::Bucket(BucketOptions options) : options_(std::move(options)) {
   reduce_group = shard_group_;
 }
 
-Bucket::~Bucket() = default;
+Bucket::~Bucket() {
+  if (gathered_) {
+    gathered_->abandon();
+  }
+}
 
 c10::ScalarType Bucket::gathered_dtype(c10::ScalarType stored) const {
   return c10::isFloatingType(stored) ? options_.param_dtype.value_or(stored) : stored;

@@ -111,11 +111,11 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
 
 void Param::set_name(std::string name) {
   name_ = std::move(name);
-  for (auto& [storage, tenant, why_hollow_later] : handle_storages_) {
+  for (auto& [weak_storage, tenant, why_hollow_later] : handle_storages_) {
     std::string text = why_hollow();
     if (!why_hollow_later.empty()) {
       why_hollow_later = std::move(text);
-    } else if (storage != nullptr) {
+    } else if (const auto storage = weak_storage.lock()) {
       hollow_storage(*storage, text);
     }
   }
@@ -203,7 +203,7 @@ void Param::end_handle() {
 // Views of the former storages may live on, without memory.
 void Param::end_storages() {
   for (const auto& each : handle_storages_) {
-    if (each.storage != nullptr) {
+    if (const auto alive = each.storage.lock()) {
       each.tenant->param = nullptr;
     }
   }
@@ -214,7 +214,7 @@ void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
   auto owned = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
   Tenant* tenant = owned.get();
   auto hollow = make_keyed_tensor(std::move(owned), nullptr, geometry);
-  handle_storages_.push_back({hollow.storage().unsafeGetStorageImpl(), tenant, why_hollow()});
+  handle_storages_.push_back({hollow.storage().getWeakStorageImpl(), tenant, why_hollow()});
   take_data(tensor, hollow);
   hollow.reset();
   set_part(handle_storages_.size() - 1, nullptr);
@@ -257,17 +257,14 @@ void Param::storage_died(const Tenant* tenant) {
     shard_tenant_ = nullptr;
   }
   std::erase(watched_, tenant);
-  for (auto& each : handle_storages_) {
-    each.storage = each.tenant == tenant ? nullptr : each.storage;
-  }
 }
 
 bool Param::handle_was_replaced(const at::Tensor& handle) const {
   if (handle_storages_.size() == 1 && !handle.key_set().has(c10::DispatchKey::Python)) { // views may keep ours alive
-    return handle.storage().unsafeGetStorageImpl() != handle_storages_[0].storage;
+    return handle.storage().unsafeGetStorageImpl() != handle_storages_[0].storage._unsafe_get_target();
   }
   return std::all_of(
-      handle_storages_.begin(), handle_storages_.end(), [](const auto& each) { return each.storage == nullptr; });
+      handle_storages_.begin(), handle_storages_.end(), [](const auto& each) { return each.storage.expired(); });
 }
 
 void Param::set_whole(void* memory) {
@@ -277,10 +274,11 @@ void Param::set_whole(void* memory) {
 }
 
 void Param::set_part(size_t part, void* memory) {
-  if (part >= handle_storages_.size() || handle_storages_[part].storage == nullptr) {
+  const auto storage = part < handle_storages_.size() ? handle_storages_[part].storage.lock() : nullptr;
+  if (!storage) {
     return;
   }
-  auto& [storage, tenant, why_hollow] = handle_storages_[part];
+  std::string& why_hollow = handle_storages_[part].why_hollow;
   if (memory != nullptr || storage->nbytes() == 0) {
     fill_storage(*storage, memory, why_hollow);
   } else {

@@ -72,7 +72,7 @@ class alignas(64) Param {
   c10::ScalarType dtype_to_meet(c10::ScalarType param_dtype) const;
   /// The same for one of the tensors that the handle consists of.
   void set_part(size_t part, void* memory);
-  /// Of the handle, of the shard, or of what is watched.
+  /// Of the shard, or of what is watched.
   void storage_died(const Tenant* tenant);
   /// Somebody gave the handle memory of its own, from which it was never gathered.
   bool handle_was_replaced(const at::Tensor& handle) const;
@@ -186,7 +186,7 @@ class alignas(64) Param {
   at::Tensor stand_in_; // see Role::kGradient
   int64_t last_segment_ = -1; // that used it; no two are the same
   struct HollowStorage {
-    c10::StorageImpl* storage; // lives as long as any view of the handle: its tenant tells when it dies; then null
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage; // lives as long as any view of the handle, and dies on any thread
     Tenant* tenant; // owned by it
     std::string why_hollow; // while there is memory; else the storage has it
   };

@@ -13,7 +13,7 @@ namespace {
 
 void end_tenancy(void* context) {
   std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
-  if (tenant->param != nullptr && tenant->role != Role::kGradient) {
+  if (tenant->param != nullptr && tenant->role == Role::kShard) {
     tenant->param->storage_died(tenant.get());
   }
 }

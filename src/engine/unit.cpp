@@ -76,6 +76,7 @@ Unit::~Unit() {
     group_users::forget(bucket->shard_group(), *this);
   }
   if (runtime_) {
+    const auto lock = runtime_->lock(); // others of its model may go on another thread
     runtime_->remove(*this);
     for (Unit* left : runtime_->units()) {
       if (left != nullptr && left->parent_ == this) {

@@ -31,7 +31,7 @@ struct Core {
   UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
   std::atomic<int> homes = 0; // alive; they go on any thread
-  bool keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
+  std::atomic<bool> keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
 };
 
 using CorePointer = std::shared_ptr<Core>;

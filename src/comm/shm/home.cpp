@@ -51,7 +51,7 @@ struct HomeState {
     for (size_t i = 0; segment && i < pieces.size(); ++i) {
       core->unseen_writes.forget(slice(i));
     }
-    if (--core->homes == 0 && std::exchange(core->keeps_arena, false)) {
+    if (--core->homes == 0 && core->keeps_arena.exchange(false)) {
       Arena::of_process().stop_keeping();
     }
   }
@@ -96,6 +96,12 @@ class GatheredPieces final : public Gathered {
   ~GatheredPieces() override {
     if (region_ && !state_->core->members->inherited()) {
       state_->scratch->release(*region_);
+    }
+  }
+
+  void abandon() override {
+    if (const auto region = std::exchange(region_, std::nullopt)) {
+      state_->scratch->abandon(*region);
     }
   }
 
@@ -190,8 +196,7 @@ class SharedHome final : public Home {
   // From the first step on.
   void keep_arena() {
     Core& core = *state_->core;
-    if (!core.keeps_arena && !core.members->one_process()) {
-      core.keeps_arena = true;
+    if (!core.keeps_arena && !core.members->one_process() && !core.keeps_arena.exchange(true)) {
       Arena::of_process().serve_tensors();
       Arena::of_process().start_keeping();
     }
@@ -261,7 +266,11 @@ bool agree_on_scratch(HomeState& state, const Label& label) {
   const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
   const auto all = exchange(state.core, mine, label, fingerprint(state.pieces));
   const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == all[0]; });
-  return state.layout.any_cast && !(same && state.scratch);
+  if (!same || !state.scratch) {
+    return state.layout.any_cast;
+  }
+  state.scratch->reclaim(exchange(state.core, state.scratch->abandoned(), label));
+  return false;
 }
 
 } // namespace

@@ -1,6 +1,9 @@
 #include "comm/shm/scratch.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
+#include <sstream>
 #include <utility>
 
 #include "base/check.h"
@@ -56,6 +59,33 @@ void Scratch::release(const Region& region) {
   blocks_.give_back(region.offset, ++releases_);
   remember(2, region.offset);
   members_.publish(released(members_.rank()), releases_);
+}
+
+void Scratch::abandon(const Region& region) {
+  const std::scoped_lock lock(mutex_);
+  abandoned_.insert(region.offset);
+}
+
+std::string Scratch::abandoned() const {
+  const std::scoped_lock lock(mutex_);
+  std::ostringstream text;
+  std::copy(abandoned_.begin(), abandoned_.end(), std::ostream_iterator<size_t>(text, " "));
+  return text.str();
+}
+
+void Scratch::reclaim(const std::vector<std::string>& abandoned_of_ranks) {
+  std::map<size_t, size_t> ranks_that_did;
+  for (const std::string& of_rank : abandoned_of_ranks) {
+    std::istringstream offsets(of_rank);
+    std::for_each(std::istream_iterator<size_t>(offsets), {}, [&](size_t offset) { ++ranks_that_did[offset]; });
+  }
+  for (const auto& [offset, count] : ranks_that_did) {
+    if (count == abandoned_of_ranks.size()) {
+      release({offset, 0});
+      const std::scoped_lock lock(mutex_);
+      abandoned_.erase(offset);
+    }
+  }
 }
 
 void Scratch::remember(uint64_t event, size_t offset) {

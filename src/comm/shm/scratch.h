@@ -2,6 +2,10 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
 
 #include "comm/shm/blocks.h"
 #include "comm/shm/members.h"
@@ -32,6 +36,11 @@ class Scratch {
   /// Returns once all ranks have released what was in the region before.
   void await_free(const Region& region, const Label& label);
   void release(const Region& region);
+  /// As `release`, at a moment and on a thread of this rank's own: it stays taken until all ranks reclaim it.
+  void abandon(const Region& region);
+  /// What was abandoned here; then all ranks' answers: what all have abandoned is free. Collective.
+  std::string abandoned() const;
+  void reclaim(const std::vector<std::string>& abandoned_of_ranks);
 
   char* writable(const Region& region) const {
     return segment_->writable() + region.offset;
@@ -57,6 +66,8 @@ class Scratch {
   Blocks blocks_;
   uint64_t releases_ = 0;
   uint64_t history_ = 0;
+  mutable std::mutex mutex_; // of what is below
+  std::set<size_t> abandoned_; // offsets
 };
 
 } // namespace fsdp::shm
