@@ -28,6 +28,10 @@ void bind_trace(py::module_& m);
 /// Throws an Error of the library as a Python exception that torch hands on as it is.
 [[noreturn]] void raise_in_python(std::exception_ptr error);
 
+/// What a signal handler of Python's has raised (Ctrl-C: KeyboardInterrupt); null if nothing, or on other threads than
+/// the main one. Takes the GIL.
+std::exception_ptr python_interruption();
+
 using NoGil = py::call_guard<py::gil_scoped_release>;
 
 /// A Python object that C++ may keep, copy and drop on any thread.

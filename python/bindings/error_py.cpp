@@ -1,3 +1,5 @@
+#include <thread>
+
 #include <torch/csrc/Exceptions.h>
 
 #include <fsdp/error.h>
@@ -32,6 +34,20 @@ void raise_in_python(std::exception_ptr error) {
   python_error raised;
   raised.persist();
   throw raised;
+}
+
+std::exception_ptr python_interruption() {
+  static const auto main_thread = std::this_thread::get_id(); // first asked at import
+  if (std::this_thread::get_id() != main_thread || !Py_IsInitialized()) {
+    return nullptr;
+  }
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() == 0) {
+    return nullptr;
+  }
+  python_error raised;
+  raised.persist();
+  return std::make_exception_ptr(raised);
 }
 
 void bind_error(py::module_& m) {

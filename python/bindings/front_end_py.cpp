@@ -167,7 +167,8 @@ std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, 
 } // namespace
 
 void bind_front_end(py::module_& m) {
-  set_caller(&let_go_of_gil, &take_back_gil, &raise_in_python);
+  python_interruption(); // notes the main thread
+  set_caller(&let_go_of_gil, &take_back_gil, &raise_in_python, &python_interruption);
   py::class_<ShownShard, std::shared_ptr<ShownShard>>(m, "ShownShard");
   py::class_<DTensorShard, ShownShard, std::shared_ptr<DTensorShard>>(m, "DTensorShard")
       .def(py::init<py::object>(), py::arg("parameter"))

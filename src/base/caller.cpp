@@ -20,6 +20,10 @@ WithoutCallersLock::~WithoutCallersLock() {
   }
 }
 
+std::exception_ptr callers_interruption() {
+  return the_caller.interruption != nullptr ? the_caller.interruption() : nullptr;
+}
+
 void raise_to_caller() {
   if (the_caller.raise != nullptr) {
     the_caller.raise(std::current_exception());

@@ -14,6 +14,8 @@ struct Caller {
   void (*take_back)(void* token) = nullptr;
   /// Throws an Error in a form that torch hands on to the program as it is.
   void (*raise)(std::exception_ptr error) = nullptr;
+  /// With what the program's user has interrupted this thread meanwhile, or null. Asked without the lock.
+  std::exception_ptr (*interruption)() = nullptr;
 };
 
 /// Once, before the library is used.
@@ -31,6 +33,9 @@ class WithoutCallersLock {
  private:
   void* token_;
 };
+
+/// Null if nobody has interrupted what this thread does, or the caller has no word for it.
+std::exception_ptr callers_interruption();
 
 /// Rethrows the Error that is being handled, in the caller's form if it has one.
 [[noreturn]] void raise_to_caller();

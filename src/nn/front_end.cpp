@@ -42,8 +42,12 @@ at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   return param.piece_of(whole);
 }
 
-void set_caller(void* (*let_go)(), void (*take_back)(void* token), void (*raise)(std::exception_ptr error)) {
-  set_caller(Caller{let_go, take_back, raise});
+void set_caller(
+    void* (*let_go)(),
+    void (*take_back)(void* token),
+    void (*raise)(std::exception_ptr error),
+    std::exception_ptr (*interruption)()) {
+  set_caller(Caller{let_go, take_back, raise, interruption});
 }
 
 void note_call(const FSDPModule& module) {

@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -64,6 +65,21 @@ def test_a_mistake_in_backward_is_the_librarys_error():
     weight.data = torch.zeros(2, 2)
     with pytest.raises(libfsdp.Error, match="the data of 'weight' were replaced"):
         loss.backward()
+
+
+@on_ranks(2, comm=("shm",))
+def test_ctrl_c_ends_a_long_wait_and_the_others_are_told():
+    model = fully_shard(nn.Linear(4, 4))
+    met = dist.new_group()
+    if dist.get_rank() == 0:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 4)).sum().backward()
+        dist.barrier(met)
+    else:
+        dist.barrier(met)
+        with pytest.raises(libfsdp.CommError, match="rank 0 was interrupted while it waited for rank 1"):
+            model(torch.ones(1, 4)).sum().backward()
 
 
 @on_ranks(2, comm=("shm",))

@@ -8,6 +8,7 @@
 
 #include <fsdp/error.h>
 
+#include "base/caller.h"
 #include "base/check.h"
 #include "comm/process.h"
 #include "comm/shm/futex.h"
@@ -22,6 +23,9 @@ using std::chrono::steady_clock;
 
 // How long a death, an abort or a missed bell may go unnoticed.
 constexpr milliseconds kNap{20};
+// A shorter wait is over before a user who presses Ctrl-C could be said to wait for it: the program takes that afterwards,
+// and the ranks stay together.
+constexpr milliseconds kLongWait{1000};
 // As long as other groups have something to do: their bells are not heard in this one's sleep.
 constexpr milliseconds kShortNap{1};
 
@@ -130,7 +134,7 @@ void Members::set_errand(Errand* errand) {
 }
 
 void Members::await_asleep(int peer, const Label& label, const Come& come) {
-  const auto deadline = steady_clock::now() + place_.timeout;
+  const auto begin = steady_clock::now();
   Asleep asleep(*mine_, peer, errands_->pending(errand_));
   while (true) {
     const uint32_t bell = mine_->bell.load();
@@ -143,7 +147,11 @@ void Members::await_asleep(int peer, const Label& label, const Come& come) {
     }
     throw_if_failed(label);
     check_presence(label, come);
-    if (steady_clock::now() >= deadline) {
+    const auto waited = steady_clock::now() - begin;
+    if (waited >= kLongWait) {
+      throw_if_interrupted(peer, label);
+    }
+    if (waited >= place_.timeout) {
       time_is_up(peer, label);
     }
     futex_wait(mine_->bell, bell, errands_->others_pending(errand_) ? kShortNap : kNap);
@@ -157,6 +165,15 @@ void Members::check_presence(const Label& label, const Come& come) {
       throw_if_failed(label); // who failed said why before it left
       fail_waiting(label, r, fate(r));
     }
+  }
+}
+
+// What it was waiting for will not be done by this rank any more.
+void Members::throw_if_interrupted(int peer, const Label& label) {
+  if (const auto interruption = callers_interruption()) {
+    mark_failed(c10::str(
+        "[", label.operation, "] rank ", rank(), " was interrupted while it waited for rank ", peer, in_unit(label)));
+    std::rethrow_exception(interruption);
   }
 }
 

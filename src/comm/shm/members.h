@@ -156,6 +156,7 @@ class Members {
   using Come = std::function<bool(int rank)>;
   void await_asleep(int peer, const Label& label, const Come& come);
   void check_presence(const Label& label, const Come& come);
+  void throw_if_interrupted(int peer, const Label& label);
   [[noreturn]] void time_is_up(int peer, const Label& label);
   void wake_waiting() const;
   void ring(RankSlot& slot) const;
