@@ -190,7 +190,8 @@ class Trial:
         self.width = self.draw.choice([3, 4, 5, 8])
         options = random_options(self.draw)
         self.casts, self.zeros = "mp_policy" in options, self.draw.random() < 0.2
-        self.replicas = 1 if options["mesh"].ndim == 1 else options["mesh"].size(0)
+        self.is_hybrid = options["mesh"].ndim == 2
+        self.replicas = options["mesh"].size(0) if self.is_hybrid else 1
         # Where a gather asks nobody, ranks may do without what others use, and look at parameters alone.
         self.asks_nobody = not self.casts and _mesh._shared_memory
         self.ranks_differ = self.asks_nobody and self.zeros
@@ -491,7 +492,7 @@ class Trial:
                 continue
             sums = [add(waiting[first : first + shards]) for first in range(0, ranks, shards)]
             waiting = [None] * ranks
-            if self.replicas > 1:
+            if self.is_hybrid:
                 sums = [plus(one, other) for one, other in zip(sums, put_off)]
                 put_off = [None] * self.replicas
                 if how == "no all-reduce" and not is_last:
