@@ -52,8 +52,8 @@ FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown
 /// A lock that the program may hold when it calls the library (Python's GIL): `let_go` gives it up if this thread holds
 /// it, and returns null if not; `take_back` is given what `let_go` returned. Around all waiting.
 /// `raise` throws an Error found in the middle of an operator in a form that torch hands on to the program as it is.
-/// `interruption`: what the program's user has asked for on this thread meanwhile (KeyboardInterrupt), or null. Asked in
-/// long waits, which then end with it.
+/// `interruption`: what the program's user has asked for on this thread meanwhile (KeyboardInterrupt), or null. Asked
+/// in long waits, which then end with it.
 FSDP_API void set_caller(
     void* (*let_go)(),
     void (*take_back)(void* token),

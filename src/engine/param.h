@@ -186,7 +186,8 @@ class alignas(64) Param {
   at::Tensor stand_in_; // see Role::kGradient
   int64_t last_segment_ = -1; // that used it; no two are the same
   struct HollowStorage {
-    c10::weak_intrusive_ptr<c10::StorageImpl> storage; // lives as long as any view of the handle, and dies on any thread
+    c10::weak_intrusive_ptr<c10::StorageImpl>
+        storage; // lives as long as any view of the handle, and dies on any thread
     Tenant* tenant; // owned by it
     std::string why_hollow; // while there is memory; else the storage has it
   };
