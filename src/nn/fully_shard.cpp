@@ -277,9 +277,9 @@ void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
 ModuleView view_of(torch::nn::Module& module) {
   nn::settle_replaced_shards(module);
   ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    if (auto unit = nn::registry::find(*item.value())) {
-      view.below.emplace_back(item.key(), FSDPModule(std::move(unit)));
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    if (auto unit = each != &module ? nn::registry::find(*each) : nullptr) {
+      view.below.emplace_back(path, FSDPModule(std::move(unit)));
     }
   }
   return view;
@@ -312,8 +312,16 @@ ModuleView view_of(const torch::jit::Module& module) {
 
 } // namespace
 
-FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
-  return fully_shard(std::vector<torch::nn::Module*>{&module}, options);
+FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {
+  return fully_shard(std::vector<torch::nn::Module*>{&module.for_operation("fully_shard")}, options);
+}
+
+FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShardOptions& options) {
+  std::vector<torch::nn::Module*> pointers;
+  for (const auto& module : modules) {
+    pointers.push_back(&module.for_operation("fully_shard"));
+  }
+  return fully_shard(pointers, options);
 }
 
 FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
@@ -360,18 +368,19 @@ FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& opti
   const ModuleView view = view_of(module);
   check_materialized(view.slots);
   check_any(!view.slots.empty(), view.name);
-  return fully_shard({view}, options);
+  return fully_shard(std::vector<ModuleView>{view}, options);
 }
 
-FSDPModule as_fsdp(torch::nn::Module& module) {
+FSDPModule as_fsdp(ModuleRef given) {
+  torch::nn::Module& module = given.for_operation("as_fsdp");
   auto unit = nn::registry::find(module);
   FSDP_CHECK(
       unit != nullptr, "[as_fsdp] fully_shard was not called on this module (", module.name(), "): call it first");
   return FSDPModule(std::move(unit));
 }
 
-bool is_fsdp(const torch::nn::Module& module) {
-  return nn::registry::find(module) != nullptr;
+bool is_fsdp(ConstModuleRef module) {
+  return nn::registry::find(module.for_operation("is_fsdp")) != nullptr;
 }
 
 } // namespace fsdp
