@@ -121,6 +121,46 @@ void check_any(bool any, const std::string& name) {
       "reads with register_parameter");
 }
 
+bool is_below(const Unit& unit, const std::vector<ModuleView>& modules) {
+  return std::any_of(modules.begin(), modules.end(), [&](const auto& module) {
+    return std::any_of(module.below.begin(), module.below.end(), [&](const auto& below) {
+      return below.second.unit().get() == &unit;
+    });
+  });
+}
+
+// All parameters may be those of units below, or of modules elsewhere that share them. But where a call on a module
+// above has put its shards, this one would have no effect.
+void check_not_taken(const std::vector<ModuleView>& modules, const FullyShardOptions& options) {
+  const Slot* taken = nullptr;
+  for (const auto& module : modules) {
+    for (const auto& slot : module.slots) {
+      const Param* param = engine::param_of(slot.tensor);
+      const auto is_slot = [&](const at::Tensor& tensor) { return tensor.is_same(slot.tensor); };
+      if (param == nullptr && std::none_of(options.ignored_params.begin(), options.ignored_params.end(), is_slot)) {
+        return;
+      }
+      const bool put_there = !slot.replace || !engine::is_handle(slot.tensor);
+      if (param != nullptr && put_there && !is_below(param->unit(), modules)) {
+        taken = taken != nullptr ? taken : &slot;
+      }
+    }
+  }
+  if (taken != nullptr) {
+    const Param& param = *engine::param_of(taken->tensor);
+    fail(
+        "[fully_shard] nothing is left to shard in the module '",
+        modules[0].name,
+        "': an earlier call, on a module above it, has taken its '",
+        taken->path,
+        "' into the unit '",
+        param.unit().display_name(),
+        "' (where it is '",
+        param.name(),
+        "'). Call fully_shard on children first, then on their parents");
+  }
+}
+
 void check_materialized(const std::vector<Slot>& slots) {
   std::vector<std::string> on_meta;
   for (const auto& slot : slots) {
@@ -338,6 +378,7 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   }
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());
+  check_not_taken(views, options);
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
     nn::registry::enter(*module, sharded.unit());
