@@ -391,7 +391,7 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
       shard_.sizes(),
       " where ",
       c10::IntArrayRef(shard_sizes_),
-      " are needed: give it this rank's piece only");
+      " are needed: give it this rank's piece only; whole values, a file's say, in a summon_full_params guard");
   auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
   Tenant* tenant = owned.get();
   auto moved =
