@@ -14,8 +14,8 @@ int main() {
 
   torch::manual_seed(0); // all ranks build the same model
   torch::nn::Sequential model(torch::nn::Linear(64, 256), torch::nn::GELU(), torch::nn::Linear(256, 64));
-  fsdp::fully_shard(*model[0]); // a unit of its own: gathered when it is needed, freed when it is not
-  fsdp::fully_shard(*model); // what is left of the model
+  fsdp::fully_shard(model[0]); // a unit of its own: gathered when it is needed, freed when it is not
+  fsdp::fully_shard(model); // what is left of the model
 
   torch::optim::AdamW optimizer(model->parameters(), 1e-2); // of this rank's shards
   torch::manual_seed(1 + fsdp::rank()); // each rank learns from other data
@@ -30,7 +30,7 @@ int main() {
     }
   }
 
-  for (const auto& [name, shard] : fsdp::named_parameters(*model)) {
+  for (const auto& [name, shard] : fsdp::named_parameters(model)) {
     auto whole = fsdp::sharded(shard).sizes;
     std::cout << "rank " + std::to_string(fsdp::rank()) + " keeps " + c10::str(shard.sizes()) + " of " + name + " " +
                      c10::str(at::IntArrayRef(whole)) + "\n";

@@ -25,11 +25,11 @@ int main() {
           {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat32}, // sum gradients in full precision
       .offload_policy = fsdp::CPUOffloadPolicy{}, // shards live on the host; on a CPU they do anyway
   };
-  fsdp::fully_shard(*model[0], options);
-  fsdp::fully_shard(*model[2], options);
-  fsdp::fully_shard(*model, options);
+  fsdp::fully_shard(model[0], options);
+  fsdp::fully_shard(model[2], options);
+  fsdp::fully_shard(model, options);
   if (fsdp::rank() == 0) {
-    std::cout << fsdp::describe(*model).str() << std::endl; // the units, their dtypes and the memory they need
+    std::cout << fsdp::describe(model).str() << std::endl; // the units, their dtypes and the memory they need
   }
 
   fsdp::optim::AdamW optimizer(model->parameters(), 3e-3); // torch's AdamW in one fused pass
@@ -39,7 +39,7 @@ int main() {
     auto y = fsdp::call(model, x); // as model->forward(x), with x cast to bfloat16 on the way in
     auto loss = torch::mse_loss(y.to(torch::kFloat32), x.flip(1));
     loss.backward();
-    fsdp::clip_grad_norm_(*model, 1.0); // by the norm of the whole model's gradient, not of this rank's part
+    fsdp::clip_grad_norm_(model, 1.0); // by the norm of the whole model's gradient, not of this rank's part
     optimizer.step();
     optimizer.zero_grad();
     if (step % 10 == 9 && fsdp::rank() == 0) {

@@ -22,8 +22,8 @@ int main() {
 
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(64, 256), torch::nn::GELU(), torch::nn::Linear(256, 64));
-  fsdp::fully_shard(*model[0], {.mesh = mesh}); // two dimensions: (replicate, shard)
-  auto root = fsdp::fully_shard(*model, {.mesh = mesh});
+  fsdp::fully_shard(model[0], {.mesh = mesh}); // two dimensions: (replicate, shard)
+  auto root = fsdp::fully_shard(model, {.mesh = mesh});
 
   constexpr int kMicroBatches = 4;
   fsdp::optim::AdamW optimizer(model->parameters(), 1e-2);

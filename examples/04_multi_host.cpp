@@ -21,8 +21,8 @@ int main() {
 
   torch::manual_seed(0);
   torch::nn::Sequential model(torch::nn::Linear(64, 256), torch::nn::GELU(), torch::nn::Linear(256, 64));
-  fsdp::fully_shard(*model[0]);
-  fsdp::fully_shard(*model);
+  fsdp::fully_shard(model[0]);
+  fsdp::fully_shard(model);
 
   fsdp::optim::AdamW optimizer(model->parameters(), 1e-2);
   torch::manual_seed(1 + fsdp::rank());

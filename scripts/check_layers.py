@@ -36,6 +36,7 @@ PUBLIC = {
     "group": "comm",
     "init": "comm",
     "mesh": "comm",
+    "module_ref": "base",
     "optim": "optim",
     "policy": "engine",
     "sharded_tensor": "engine",

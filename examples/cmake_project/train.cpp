@@ -21,7 +21,7 @@ int main() {
   fsdp::init();
   torch::manual_seed(0);
   Classifier model;
-  fsdp::fully_shard(*model);
+  fsdp::fully_shard(model);
   fsdp::optim::AdamW optimizer(model->parameters(), 1e-2);
 
   torch::manual_seed(1 + fsdp::rank());

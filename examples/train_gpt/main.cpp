@@ -64,7 +64,7 @@ int64_t count_parameters(const History& history, GPT& model) {
 void describe_model(Trainer& trainer, const Team& team, History& history) {
   std::string table;
   if (trainer.sharded()) {
-    auto description = fsdp::describe(*trainer.model());
+    auto description = fsdp::describe(trainer.model());
     history.units = description.units;
     table = description.str();
   }

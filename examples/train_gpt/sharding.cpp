@@ -25,9 +25,9 @@ fsdp::FullyShardOptions how_to_shard(const Options& options) {
 fsdp::FSDPModule shard(GPT& model, const Options& options) {
   auto how = how_to_shard(options);
   for (auto& block : *model->blocks) {
-    fsdp::fully_shard(*block, how);
+    fsdp::fully_shard(block, how);
   }
-  return fsdp::fully_shard(*model, how);
+  return fsdp::fully_shard(model, how);
 }
 
 } // namespace train_gpt

@@ -101,7 +101,7 @@ double Trainer::compute_gradients(int64_t index, int64_t rank) {
 
 double Trainer::clip() {
   double limit = options_.clip > 0 ? options_.clip : std::numeric_limits<double>::infinity();
-  return fsdp::clip_grad_norm_(*model_, limit).item<double>();
+  return fsdp::clip_grad_norm_(model_, limit).item<double>();
 }
 
 } // namespace train_gpt

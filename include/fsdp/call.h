@@ -11,10 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/export.h>
-
-namespace torch::nn {
-class Module;
-}
+#include <fsdp/module_ref.h>
 
 namespace fsdp {
 
@@ -23,7 +20,7 @@ namespace fsdp {
 /// module that is not sharded.
 class FSDP_API Boundary {
  public:
-  explicit Boundary(const torch::nn::Module& module);
+  explicit Boundary(ConstModuleRef module);
 
   at::Tensor input(const at::Tensor& tensor) const;
   at::Tensor output(const at::Tensor& tensor) const;
@@ -77,26 +74,40 @@ class FSDP_API Boundary {
   std::optional<c10::ScalarType> output_dtype_;
 };
 
+namespace detail {
+/// The module itself, which has the methods, of whatever holds it.
+template <typename Held>
+auto& module_of(Held& held) {
+  if constexpr (std::is_base_of_v<torch::nn::Module, Held>) {
+    return held;
+  } else {
+    return *held;
+  }
+}
+} // namespace detail
+
 /// `module->forward(arguments...)` through the module's boundary.
-template <typename Holder, typename... Arguments>
-auto call(Holder& module, Arguments&&... arguments) {
-  Boundary boundary(*module);
-  return boundary.outputs(module->forward(boundary.inputs(std::forward<Arguments>(arguments))...));
+template <typename Held, typename... Arguments>
+auto call(Held& module, Arguments&&... arguments) {
+  Boundary boundary(module);
+  return boundary.outputs(detail::module_of(module).forward(boundary.inputs(std::forward<Arguments>(arguments))...));
 }
 
 /// Lets calls of a method by this name through `call_method` have the module's boundary. For parameters no method needs
 /// it.
-FSDP_API void register_fsdp_forward_method(torch::nn::Module& module, const std::string& method_name);
-FSDP_API bool is_fsdp_forward_method(const torch::nn::Module& module, const std::string& method_name);
+FSDP_API void register_fsdp_forward_method(ModuleRef module, const std::string& method_name);
+FSDP_API bool is_fsdp_forward_method(ConstModuleRef module, const std::string& method_name);
 
 /// `(module.get()->*method)(arguments...)`, through the boundary if `method_name` is registered.
-template <typename Holder, typename Method, typename... Arguments>
-auto call_method(Holder& module, const std::string& method_name, Method method, Arguments&&... arguments) {
-  if (!is_fsdp_forward_method(*module, method_name)) {
-    return ((*module).*method)(std::forward<Arguments>(arguments)...);
+template <typename Held, typename Method, typename... Arguments>
+auto call_method(Held& module, const std::string& method_name, Method method, Arguments&&... arguments) {
+  const bool through_boundary = is_fsdp_forward_method(module, method_name);
+  auto& itself = detail::module_of(module);
+  if (!through_boundary) {
+    return (itself.*method)(std::forward<Arguments>(arguments)...);
   }
-  Boundary boundary(*module);
-  return boundary.outputs(((*module).*method)(boundary.inputs(std::forward<Arguments>(arguments))...));
+  Boundary boundary(itself);
+  return boundary.outputs((itself.*method)(boundary.inputs(std::forward<Arguments>(arguments))...));
 }
 
 } // namespace fsdp

@@ -5,10 +5,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/export.h>
-
-namespace torch::nn {
-class Module;
-}
+#include <fsdp/module_ref.h>
 
 namespace fsdp {
 
@@ -19,7 +16,7 @@ struct ClipOptions {
 
 /// Scales all gradients so that the norm of the whole model's gradient is at most `max_norm`; returns that norm, the
 /// same on every rank. Sharded, replicated and plain parameters may be mixed. Collective.
-FSDP_API at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, const ClipOptions& options = {});
+FSDP_API at::Tensor clip_grad_norm_(ConstModuleRef module, double max_norm, const ClipOptions& options = {});
 FSDP_API at::Tensor clip_grad_norm_(
     const std::vector<at::Tensor>& parameters, double max_norm, const ClipOptions& options = {});
 

@@ -5,10 +5,7 @@
 #include <vector>
 
 #include <fsdp/export.h>
-
-namespace torch::nn {
-class Module;
-}
+#include <fsdp/module_ref.h>
 
 namespace fsdp {
 
@@ -37,7 +34,7 @@ struct FSDP_API Description {
 };
 
 /// The units of a sharded model and the memory they need.
-FSDP_API Description describe(const torch::nn::Module& module);
+FSDP_API Description describe(ConstModuleRef module);
 /// The same of a unit and those below it.
 FSDP_API Description describe(const FSDPModule& module);
 

@@ -10,6 +10,7 @@
 #include <fsdp/group.h>
 #include <fsdp/init.h>
 #include <fsdp/mesh.h>
+#include <fsdp/module_ref.h>
 #include <fsdp/optim.h>
 #include <fsdp/policy.h>
 #include <fsdp/sharded_tensor.h>

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,11 +11,9 @@
 #include <c10/core/Stream.h>
 
 #include <fsdp/export.h>
+#include <fsdp/module_ref.h>
 #include <fsdp/policy.h>
 
-namespace torch::nn {
-class Module;
-}
 namespace torch::jit {
 struct Module;
 }
@@ -107,8 +106,9 @@ class FSDP_API FSDPModule {
 /// Shards a module's parameters over the ranks of a mesh, those excepted that a submodule's unit already holds: call it
 /// on the submodules first. From then on `module.parameters()` are this rank's shards, with the gradients; the module's
 /// own members (`linear->weight`) stay whole to whoever reads them. Collective.
-FSDP_API FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options = {});
+FSDP_API FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options = {});
 /// Several modules as one unit.
+FSDP_API FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShardOptions& options = {});
 FSDP_API FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options = {});
 /// A TorchScript module. Its shards: `fsdp::parameters(module)`.
 FSDP_API FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options = {});
@@ -116,11 +116,11 @@ FSDP_API FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOpti
 /// Gives memory to a sharded model that was built on the meta device: this rank's pieces of parameters, and all of its
 /// buffers, on the mesh's device unless another is given. Give them values next (`reset_parameters()`,
 /// `torch::nn::init` on members): the same on all ranks. Collective.
-FSDP_API void to_empty(torch::nn::Module& module, std::optional<c10::Device> device = std::nullopt);
+FSDP_API void to_empty(ModuleRef module, std::optional<c10::Device> device = std::nullopt);
 
 /// What an earlier `fully_shard` made of this module; an Error if nothing.
-FSDP_API FSDPModule as_fsdp(torch::nn::Module& module);
-FSDP_API bool is_fsdp(const torch::nn::Module& module);
+FSDP_API FSDPModule as_fsdp(ModuleRef module);
+FSDP_API bool is_fsdp(ConstModuleRef module);
 
 /// The units below several roots share streams, the bound on memory and the limit of reductions in flight.
 FSDP_API void share_comm_ctx(const std::vector<FSDPModule>& modules);

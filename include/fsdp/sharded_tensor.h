@@ -8,10 +8,8 @@
 
 #include <fsdp/export.h>
 #include <fsdp/mesh.h>
+#include <fsdp/module_ref.h>
 
-namespace torch::nn {
-class Module;
-}
 namespace torch::jit {
 struct Module;
 }
@@ -54,9 +52,9 @@ FSDP_API ShardedTensor sharded(const at::Tensor& shard);
 
 /// The shards of all parameters, also where `module.parameters()` cannot give them (ParameterList, ParameterDict,
 /// TorchScript).
-FSDP_API std::vector<at::Tensor> parameters(const torch::nn::Module& module);
+FSDP_API std::vector<at::Tensor> parameters(ConstModuleRef module);
 FSDP_API std::vector<at::Tensor> parameters(const torch::jit::Module& module);
-FSDP_API std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module);
+FSDP_API std::vector<std::pair<std::string, at::Tensor>> named_parameters(ConstModuleRef module);
 FSDP_API std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module);
 
 } // namespace fsdp

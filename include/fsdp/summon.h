@@ -3,10 +3,7 @@
 #include <memory>
 
 #include <fsdp/export.h>
-
-namespace torch::nn {
-class Module;
-}
+#include <fsdp/module_ref.h>
 
 namespace fsdp {
 
@@ -35,6 +32,6 @@ class FSDP_API SummonedParams {
   std::unique_ptr<Impl> impl_;
 };
 
-[[nodiscard]] FSDP_API SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options = {});
+[[nodiscard]] FSDP_API SummonedParams summon_full_params(ModuleRef module, const SummonOptions& options = {});
 
 } // namespace fsdp

@@ -22,6 +22,7 @@
 #include "base/check.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
+#include "engine/interposer.h"
 #include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
 #include "engine/param.h"
@@ -306,10 +307,6 @@ void intercept_at(
   called_by_torch([&] { keep_writes(call); });
 }
 
-void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  intercept_at(kKey, op, keys, stack);
-}
-
 void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   intercept_at(kInnerKey, op, keys, stack);
 }
@@ -375,6 +372,10 @@ struct Unboxed<Op, Result(Arguments...)> {
 };
 
 } // namespace
+
+void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  intercept_at(kKey, op, keys, stack);
+}
 
 } // namespace fsdp::engine
 

@@ -380,7 +380,7 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   FSDP_CHECK(
       shard_.sizes() == c10::IntArrayRef(shard_sizes_),
       "[fully_shard] the shard of '{}' was replaced by data of sizes {} where {} are needed: give it this rank's piece "
-      "only",
+      "only; whole values, a file's say, in a summon_full_params guard",
       name_,
       shard_.sizes(),
       c10::IntArrayRef(shard_sizes_));

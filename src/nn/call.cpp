@@ -24,8 +24,8 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<c10::ScalarType>& 
 
 } // namespace
 
-Boundary::Boundary(const torch::nn::Module& module) {
-  if (const auto unit = nn::registry::find(module)) {
+Boundary::Boundary(ConstModuleRef module) {
+  if (const auto unit = nn::registry::find(module.for_operation("call"))) {
     const auto& precision = unit->precision();
     device_ = unit->device();
     input_dtype_ = precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
@@ -42,16 +42,16 @@ at::Tensor Boundary::output(const at::Tensor& tensor) const {
   return cast(tensor, output_dtype_);
 }
 
-void register_fsdp_forward_method(torch::nn::Module& module, const std::string& method_name) {
-  if (const auto unit = nn::registry::find(module)) {
+void register_fsdp_forward_method(ModuleRef module, const std::string& method_name) {
+  if (const auto unit = nn::registry::find(module.for_operation("register_fsdp_forward_method"))) {
     std::lock_guard lock(mutex);
     std::erase_if(forward_methods, [](const auto& item) { return item.first.expired(); });
     forward_methods[unit].insert(method_name);
   }
 }
 
-bool is_fsdp_forward_method(const torch::nn::Module& module, const std::string& method_name) {
-  const auto unit = nn::registry::find(module);
+bool is_fsdp_forward_method(ConstModuleRef module, const std::string& method_name) {
+  const auto unit = nn::registry::find(module.for_operation("is_fsdp_forward_method"));
   if (!unit || method_name == "forward") {
     return unit != nullptr;
   }

@@ -1,5 +1,6 @@
 #include <fsdp/clone.h>
 
+#include <algorithm>
 #include <map>
 
 #include <ATen/ops/empty.h>
@@ -65,9 +66,9 @@ UnitRecipe& recipe_for(const std::shared_ptr<Unit>& unit, std::vector<UnitRecipe
 /// Parents come before their children.
 std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
   std::vector<UnitRecipe> recipes;
-  for (const auto& item : root.named_modules("", /*include_self=*/true)) {
-    if (auto unit = nn::registry::find(*item.value())) {
-      recipe_for(unit, recipes).paths.push_back(item.key());
+  for (const auto& [path, module] : nn::modules_of(root)) {
+    if (auto unit = nn::registry::find(*module)) {
+      recipe_for(unit, recipes).paths.push_back(path);
     }
   }
   for (const auto& slot : nn::slots_of(root)) {
@@ -150,24 +151,23 @@ std::vector<at::Tensor> fill_those_of(Unit& unit, torch::nn::Module& original, t
   return others;
 }
 
-} // namespace
-
-std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
+/// How a sharded module's units were made.
+std::vector<UnitRecipe> check_recipes_of(torch::nn::Module& module) {
   nn::settle_replaced_shards(module);
-  const auto recipes = recipes_of(module);
+  auto recipes = recipes_of(module);
   FSDP_CHECK(!recipes.empty(), "[clone] the module is not sharded: call fully_shard first, or use module->clone()");
-  std::shared_ptr<torch::nn::Module> copy;
-  {
-    const NoValues no_values(module);
-    copy = module.clone();
-  }
   for (const auto& recipe : recipes) {
     recipe.unit->follow_requires_grad();
   }
-  copy_requires_grad(module, *copy);
-  std::map<std::string, torch::nn::Module*> modules{{"", copy.get()}};
-  for (const auto& item : copy->named_modules("", /*include_self=*/false)) {
-    modules[item.key()] = item.value().get();
+  return recipes;
+}
+
+/// The copy, whose parameters have no values yet, gets them and is sharded, unit by unit.
+void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& module, torch::nn::Module& copy) {
+  copy_requires_grad(module, copy);
+  std::map<std::string, torch::nn::Module*> modules;
+  for (const auto& [path, each] : nn::modules_of(copy)) {
+    modules[path] = each;
   }
   for (auto item = recipes.rbegin(); item != recipes.rend(); ++item) { // children first
     const UnitRecipe& recipe = *item;
@@ -176,7 +176,7 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
       same.push_back(modules.at(path));
     }
     auto options = options_of(recipe);
-    options.ignored_params = fill_those_of(*recipe.unit, module, *copy);
+    options.ignored_params = fill_those_of(*recipe.unit, module, copy);
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
     Unit& unit = *sharded_copy.unit();
@@ -184,10 +184,140 @@ std::shared_ptr<torch::nn::Module> clone(torch::nn::Module& module) {
     engine::InternalScope scope;
     unit.exchange_as(*recipe.unit);
   }
+}
+
+// -- a copy that somebody else has built
+
+template <typename Item>
+std::vector<std::string> paths_of(const std::vector<Item>& items) {
+  std::vector<std::string> paths;
+  for (const auto& item : items) {
+    paths.push_back(item.first);
+  }
+  return paths;
+}
+
+void check_same_names(const char* what, const std::vector<std::string>& wanted, const std::vector<std::string>& got) {
+  const auto [one, other] = std::mismatch(wanted.begin(), wanted.end(), got.begin(), got.end());
+  FSDP_CHECK(
+      one == wanted.end() && other == got.end(),
+      "[clone] expected a copy built like the model, whose {}{}, got one where they {}: build it with the same "
+      "arguments",
+      what,
+      one == wanted.end() ? " end there" : " go on with '" + *one + "'",
+      other == got.end() ? "end" : "go on with '" + *other + "'");
+}
+
+void check_same_sizes(const std::string& path, c10::IntArrayRef wanted, c10::IntArrayRef got) {
+  FSDP_CHECK(
+      wanted == got,
+      "[clone] expected a copy built like the model, where '{}' has sizes {}, got one where it has {}: build it with "
+      "the same arguments",
+      path,
+      wanted,
+      got);
+}
+
+/// All slots, then all buffers.
+std::vector<std::pair<std::string, at::Tensor>> tensors_of(torch::nn::Module& module) {
+  std::vector<std::pair<std::string, at::Tensor>> tensors;
+  for (const auto& slot : nn::slots_of(module)) {
+    tensors.emplace_back(slot.path, slot.tensor);
+  }
+  for (const auto& item : module.named_buffers()) {
+    if (item.value().defined()) {
+      tensors.emplace_back(item.key(), item.value());
+    }
+  }
+  return tensors;
+}
+
+/// Names of one tensor in the model are names of one tensor in the copy.
+class SameTies {
+ public:
+  void check(const std::string& path, const void* original, const void* copy) {
+    const bool same = copies_.try_emplace(original, copy).first->second == copy &&
+                      originals_.try_emplace(copy, original).first->second == original;
+    FSDP_CHECK(
+        same,
+        "[clone] expected a copy whose parameters share tensors as the model's do, got one where '{}' does not: tie "
+        "the same weights in it",
+        path);
+  }
+
+ private:
+  std::map<const void*, const void*> copies_, originals_;
+};
+
+using Pairs = std::vector<std::pair<at::Tensor, at::Tensor>>; // of the model, of the copy
+
+Pairs check_alike(torch::nn::Module& module, torch::nn::Module& copy) {
+  check_same_names("modules", paths_of(nn::modules_of(module)), paths_of(nn::modules_of(copy)));
+  const auto originals = tensors_of(module), copies = tensors_of(copy);
+  check_same_names("parameters and buffers", paths_of(originals), paths_of(copies));
+  Pairs pairs;
+  SameTies ties;
+  for (size_t i = 0; i < originals.size(); ++i) {
+    const auto& [path, original] = originals[i];
+    const at::Tensor& tensor = copies[i].second;
+    FSDP_CHECK(
+        engine::param_of(tensor) == nullptr,
+        "[clone] expected a copy as it was built, got one that is sharded ('{}' is): leave that to clone",
+        path);
+    const auto* param = engine::param_of(original);
+    check_same_sizes(path, param != nullptr ? param->layout().sizes() : original.sizes(), tensor.sizes());
+    const void* identity = param;
+    ties.check(path, param != nullptr ? identity : original.unsafeGetTensorImpl(), tensor.unsafeGetTensorImpl());
+    pairs.emplace_back(original, tensor);
+  }
+  return pairs;
+}
+
+/// What is not sharded gets its values, and what will be loses those that it has.
+void copy_others(const Pairs& pairs) {
+  const engine::InternalScope scope;
+  for (const auto& [original, tensor] : pairs) {
+    const bool is_sharded = engine::param_of(original) != nullptr;
+    engine::take_data(
+        tensor, is_sharded ? at::empty({0}, tensor.options().device(c10::kCPU)) : original.detach().clone());
+  }
+}
+
+// Parents first, as each takes along what is below.
+void copy_modes(torch::nn::Module& module, torch::nn::Module& copy) {
+  const auto originals = nn::modules_of(module), copies = nn::modules_of(copy);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    if (const bool training = originals[i].second->is_training(); copies[i].second->is_training() != training) {
+      copies[i].second->train(training);
+    }
+  }
+}
+
+} // namespace
+
+std::shared_ptr<torch::nn::Module> clone(ModuleRef given) {
+  torch::nn::Module& module = given.for_operation("clone");
+  const auto recipes = check_recipes_of(module);
+  std::shared_ptr<torch::nn::Module> copy;
+  {
+    const NoValues no_values(module);
+    copy = module.clone();
+  }
+  shard_copy(recipes, module, *copy);
   return copy;
 }
 
-void ema_update_(torch::nn::Module& average, const torch::nn::Module& model, double decay) {
+void clone_into(ModuleRef given, ModuleRef given_copy) {
+  torch::nn::Module &module = given.for_operation("clone"), &copy = given_copy.for_operation("clone");
+  const auto recipes = check_recipes_of(module);
+  copy_others(check_alike(module, copy));
+  copy_modes(module, copy);
+  shard_copy(recipes, module, copy);
+}
+
+void ema_update_(ModuleRef given_average, ConstModuleRef given_model, double decay) {
+  const torch::nn::Module &average = given_average.for_operation("ema_update_"),
+                          &model = given_model.for_operation("ema_update_");
   c10::AutoGradMode no_grad(false);
   auto averages = parameters(average), values = parameters(model);
   auto average_buffers = average.buffers(), buffers = model.buffers();

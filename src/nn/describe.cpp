@@ -109,8 +109,8 @@ Description describe_units(const std::vector<Unit*>& units) {
 
 } // namespace
 
-Description describe(const torch::nn::Module& module) {
-  return describe_units(units_of(module));
+Description describe(ConstModuleRef module) {
+  return describe_units(units_of(module.for_operation("describe")));
 }
 
 Description describe(const FSDPModule& module) {

@@ -20,6 +20,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
+#include "nn/saving.h"
 #include "nn/slots.h"
 
 namespace fsdp {
@@ -110,6 +111,43 @@ void check_any(bool any, const std::string& name) {
       "[fully_shard] the module '{}' has no parameters, nor have the modules below it: there is nothing to shard, so "
       "leave it out, or register what it reads with register_parameter",
       name);
+}
+
+bool is_below(const Unit& unit, const std::vector<ModuleView>& modules) {
+  return std::any_of(modules.begin(), modules.end(), [&](const auto& module) {
+    return std::any_of(module.below.begin(), module.below.end(), [&](const auto& below) {
+      return below.second.unit().get() == &unit;
+    });
+  });
+}
+
+// All parameters may be those of units below, or of modules elsewhere that share them. But where a call on a module
+// above has put its shards, this one would have no effect.
+void check_not_taken(const std::vector<ModuleView>& modules, const FullyShardOptions& options) {
+  const Slot* taken = nullptr;
+  for (const auto& module : modules) {
+    for (const auto& slot : module.slots) {
+      const Param* param = engine::param_of(slot.tensor);
+      const auto is_slot = [&](const at::Tensor& tensor) { return tensor.is_same(slot.tensor); };
+      if (param == nullptr && std::none_of(options.ignored_params.begin(), options.ignored_params.end(), is_slot)) {
+        return;
+      }
+      const bool put_there = !slot.replace || !engine::is_handle(slot.tensor);
+      if (param != nullptr && put_there && !is_below(param->unit(), modules)) {
+        taken = taken != nullptr ? taken : &slot;
+      }
+    }
+  }
+  if (taken != nullptr) {
+    const Param& param = *engine::param_of(taken->tensor);
+    fail(
+        "[fully_shard] nothing is left to shard in the module '{}': an earlier call, on a module above it, has taken "
+        "its '{}' into the unit '{}' (where it is '{}'). Call fully_shard on children first, then on their parents",
+        modules[0].name,
+        taken->path,
+        param.unit().display_name(),
+        param.name());
+  }
 }
 
 void check_materialized(const std::vector<Slot>& slots) {
@@ -262,9 +300,9 @@ void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
 ModuleView view_of(torch::nn::Module& module) {
   nn::settle_replaced_shards(module);
   ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
-  for (const auto& item : module.named_modules("", /*include_self=*/false)) {
-    if (auto unit = nn::registry::find(*item.value())) {
-      view.below.emplace_back(item.key(), FSDPModule(std::move(unit)));
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    if (auto unit = each != &module ? nn::registry::find(*each) : nullptr) {
+      view.below.emplace_back(path, FSDPModule(std::move(unit)));
     }
   }
   return view;
@@ -297,8 +335,16 @@ ModuleView view_of(const torch::jit::Module& module) {
 
 } // namespace
 
-FSDPModule fully_shard(torch::nn::Module& module, const FullyShardOptions& options) {
-  return fully_shard(std::vector<torch::nn::Module*>{&module}, options);
+FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {
+  return fully_shard(std::vector<torch::nn::Module*>{&module.for_operation("fully_shard")}, options);
+}
+
+FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShardOptions& options) {
+  std::vector<torch::nn::Module*> pointers;
+  for (const auto& module : modules) {
+    pointers.push_back(&module.for_operation("fully_shard"));
+  }
+  return fully_shard(pointers, options);
 }
 
 FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
@@ -314,6 +360,8 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   }
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());
+  check_not_taken(views, options);
+  nn::refuse_to_save_shards();
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
     nn::registry::enter(*module, sharded.unit());
@@ -344,17 +392,18 @@ FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& opti
   const ModuleView view = view_of(module);
   check_materialized(view.slots);
   check_any(!view.slots.empty(), view.name);
-  return fully_shard({view}, options);
+  return fully_shard(std::vector<ModuleView>{view}, options);
 }
 
-FSDPModule as_fsdp(torch::nn::Module& module) {
+FSDPModule as_fsdp(ModuleRef given) {
+  torch::nn::Module& module = given.for_operation("as_fsdp");
   auto unit = nn::registry::find(module);
   FSDP_CHECK(unit != nullptr, "[as_fsdp] fully_shard was not called on this module ({}): call it first", module.name());
   return FSDPModule(std::move(unit));
 }
 
-bool is_fsdp(const torch::nn::Module& module) {
-  return nn::registry::find(module) != nullptr;
+bool is_fsdp(ConstModuleRef module) {
+  return nn::registry::find(module.for_operation("is_fsdp")) != nullptr;
 }
 
 } // namespace fsdp

@@ -39,15 +39,15 @@ std::vector<at::Tensor> without_names(const std::vector<std::pair<std::string, a
 
 } // namespace
 
-std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::nn::Module& module) {
-  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module)));
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(ConstModuleRef module) {
+  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module.for_operation("parameters"))));
 }
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module) {
   return shards_of(nn::slots_of(module));
 }
 
-std::vector<at::Tensor> parameters(const torch::nn::Module& module) {
+std::vector<at::Tensor> parameters(ConstModuleRef module) {
   return without_names(named_parameters(module));
 }
 

@@ -2,7 +2,10 @@
 
 #include <mutex>
 #include <unordered_map>
+#include <utility>
+#include <vector>
 
+#include "engine/tenant.h"
 #include "engine/unit.h"
 
 namespace fsdp::nn::registry {
@@ -12,12 +15,39 @@ namespace {
 struct Entry {
   std::weak_ptr<torch::nn::Module> module; // empty for modules on the stack
   bool shared_module;
+  std::vector<std::weak_ptr<torch::nn::Module>> children; // of a module on the stack
   std::weak_ptr<engine::Unit> unit;
 
   bool alive() const {
     return !unit.expired() && !(shared_module && module.expired());
   }
 };
+
+bool has_one_of(const torch::nn::Module& module, const std::vector<std::weak_ptr<torch::nn::Module>>& children) {
+  for (const auto& child : module.children()) {
+    for (const auto& known : children) {
+      if (known.lock() == child) {
+        return true;
+      }
+    }
+  }
+  return false;
+}
+
+bool has_shard_of(const torch::nn::Module& module, const engine::Unit& unit) {
+  for (const auto& parameter : module.parameters(/*recurse=*/false)) {
+    if (const auto* param = engine::param_of(parameter); param != nullptr && &param->unit() == &unit) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Nobody tells when a module on the stack goes, and another may come to lie there, while an optimizer keeps the shards.
+// That one has other children, and other parameters. (A guard shows other tensors, while it holds the unit.)
+bool is_still(const torch::nn::Module& module, const Entry& entry, const engine::Unit& unit) {
+  return entry.shared_module || has_one_of(module, entry.children) || unit.held > 0 || has_shard_of(module, unit);
+}
 
 std::mutex mutex;
 std::unordered_map<const torch::nn::Module*, Entry> entries;
@@ -28,13 +58,23 @@ void enter(torch::nn::Module& module, const std::shared_ptr<engine::Unit>& unit)
   std::lock_guard lock(mutex);
   std::erase_if(entries, [](const auto& item) { return !item.second.alive(); });
   auto weak = module.weak_from_this();
-  entries[&module] = {weak, !weak.expired(), unit};
+  const bool shared_module = !weak.expired();
+  std::vector<std::weak_ptr<torch::nn::Module>> children;
+  if (!shared_module) {
+    const auto owned = module.children();
+    children.assign(owned.begin(), owned.end());
+  }
+  entries[&module] = {std::move(weak), shared_module, std::move(children), unit};
 }
 
 std::shared_ptr<engine::Unit> find(const torch::nn::Module& module) {
   std::lock_guard lock(mutex);
   auto found = entries.find(&module);
-  return found != entries.end() && found->second.alive() ? found->second.unit.lock() : nullptr;
+  if (found == entries.end() || !found->second.alive()) {
+    return nullptr;
+  }
+  auto unit = found->second.unit.lock();
+  return unit && is_still(module, found->second, *unit) ? unit : nullptr;
 }
 
 } // namespace fsdp::nn::registry

@@ -64,8 +64,15 @@ std::vector<Slot> slots_of(const torch::jit::Module& module) {
   return slots;
 }
 
-void settle_replaced_shards(const torch::nn::Module& module) {
-  for (const auto& each : module.modules()) {
+std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Module& module) {
+  std::vector<std::pair<std::string, torch::nn::Module*>> modules;
+  module.apply(torch::nn::Module::NamedModuleApplyFunction(
+      [&](const std::string& path, torch::nn::Module& each) { modules.emplace_back(path, &each); }));
+  return modules;
+}
+
+void settle_replaced_shards(torch::nn::Module& module) {
+  for (const auto& [path, each] : modules_of(module)) {
     if (const auto unit = registry::find(*each)) {
       const auto guard = unit->runtime().lock();
       const engine::InternalScope scope;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -20,8 +21,12 @@ namespace fsdp::nn {
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");
 std::vector<Slot> slots_of(const torch::jit::Module& module);
 
+/// A module and all below it with their paths, parents first, as `named_modules` lists them. By reference: a module on
+/// the stack has no pointer to itself.
+std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Module& module);
+
 /// Shards that were given other data (`module.to(dtype)`, `set_data`) are known again, before any operator. Collective
 /// where there are any.
-void settle_replaced_shards(const torch::nn::Module& module);
+void settle_replaced_shards(torch::nn::Module& module);
 
 } // namespace fsdp::nn

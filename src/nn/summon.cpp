@@ -190,7 +190,8 @@ SummonedParams::~SummonedParams() {
   }
 }
 
-SummonedParams summon_full_params(torch::nn::Module& module, const SummonOptions& options) {
+SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
+  torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::settle_replaced_shards(module);
   const auto slots = nn::slots_of(module);
   const auto unit = nn::registry::find(module);

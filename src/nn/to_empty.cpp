@@ -24,7 +24,8 @@ c10::Device device_of_units(const std::vector<Slot>& slots) {
 
 } // namespace
 
-void to_empty(torch::nn::Module& module, std::optional<c10::Device> device) {
+void to_empty(ModuleRef given, std::optional<c10::Device> device) {
+  torch::nn::Module& module = given.for_operation("to_empty");
   const auto slots = nn::slots_of(module);
   const c10::Device target = device ? *device : device_of_units(slots);
   const auto give_memory = [&](const at::Tensor& tensor) {

@@ -241,8 +241,8 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   return total;
 }
 
-at::Tensor clip_grad_norm_(const torch::nn::Module& module, double max_norm, const ClipOptions& options) {
-  return clip_grad_norm_(parameters(module), max_norm, options);
+at::Tensor clip_grad_norm_(ConstModuleRef module, double max_norm, const ClipOptions& options) {
+  return clip_grad_norm_(parameters(module.for_operation("clip_grad_norm_")), max_norm, options);
 }
 
 } // namespace fsdp

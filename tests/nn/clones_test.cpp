@@ -5,6 +5,7 @@
 #include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
@@ -150,6 +151,101 @@ TEST_P(Clones, LeaveAloneWhatTheOriginalLeftAlone) {
     EXPECT_EQ(describe(*copy).str(), describe(*model).str());
     EXPECT_FALSE(is_sharded(copy->second->bias));
     ema_update_(*copy, *model, 0.5);
+  });
+}
+
+/// Not Cloneable.
+struct PlainImpl : nn::Module {
+  explicit PlainImpl(int64_t width, bool tied = true) {
+    first = register_module("first", nn::Linear(5, width));
+    drop = register_module("drop", nn::Dropout(0.5));
+    second = register_module("second", nn::Linear(width, 3));
+    bias = register_parameter("bias", tied ? second->bias : torch::ones({3}));
+    kept = register_parameter("kept", torch::randn({2}));
+    mean = register_buffer("mean", torch::randn({2}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return second(torch::tanh(first(x))) + bias * kept.sum();
+  }
+  nn::Linear first{nullptr}, second{nullptr};
+  nn::Dropout drop{nullptr};
+  at::Tensor bias, kept, mean;
+};
+TORCH_MODULE(Plain);
+
+Plain sharded_plain() {
+  Plain model(4);
+  fully_shard(model->first, {.reshard_after_forward = true});
+  fully_shard(model, {.ignored_params = {model->kept}});
+  parameters(model->first)[1].set_requires_grad(false);
+  model->drop->eval();
+  return model;
+}
+
+TEST_P(Clones, OfWhatSomebodyElseHasBuilt) {
+  on_threads(GetParam(), [] {
+    Plain model = sharded_plain();
+    Plain copy = fsdp::clone(model, [] { return Plain(4); });
+    EXPECT_EQ(describe(copy).str(), describe(model).str());
+    EXPECT_FALSE(parameters(copy->first)[1].requires_grad());
+    EXPECT_FALSE(is_sharded(copy->kept));
+    EXPECT_TRUE(torch::equal(copy->kept, model->kept));
+    EXPECT_TRUE(torch::equal(copy->mean, model->mean));
+    EXPECT_TRUE(copy->is_training());
+    EXPECT_FALSE(copy->drop->is_training());
+    const auto x = torch::ones({2, 5});
+    EXPECT_TRUE(torch::equal(copy(x), model(x)));
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& tensor : copy->parameters()) {
+        tensor.fill_(7);
+      }
+      copy->mean.fill_(7);
+    }
+    EXPECT_FALSE(torch::equal(copy->kept, model->kept));
+    EXPECT_FALSE(torch::equal(copy->mean, model->mean));
+    EXPECT_FALSE(torch::equal(copy(x), model(x)));
+    copy(x).sum().backward();
+    EXPECT_TRUE(sharded(parameters(copy)[0]).full_grad().defined());
+    auto other = fsdp::clone(model, [] { return std::make_shared<PlainImpl>(4); });
+    EXPECT_TRUE(torch::equal(other->forward(x), model(x)));
+  });
+}
+
+TEST_P(Clones, OfWhatWasBuiltOnTheMetaDeviceOrTheStack) {
+  on_threads(GetParam(), [] {
+    Plain model = sharded_plain();
+    PlainImpl copy(4);
+    for (auto& tensor : copy.parameters()) {
+      engine::take_data(tensor, torch::empty_like(tensor, torch::kMeta));
+    }
+    clone_into(model, copy);
+    const auto x = torch::ones({2, 5});
+    EXPECT_TRUE(torch::equal(copy.forward(x), model(x)));
+    ema_update_(copy, model, 0.5);
+    CopyableImpl onstack;
+    fully_shard(onstack);
+    EXPECT_TRUE(is_fsdp(fsdp::clone(onstack)));
+  });
+}
+
+TEST_P(Clones, OfWhatWasBuiltOtherwiseAreErrors) {
+  on_threads(GetParam(), [] {
+    Plain model = sharded_plain();
+    const auto message = [&](const auto& build) { return error_message([&] { fsdp::clone(model, build); }); };
+    EXPECT_TRUE(
+        contains(message([] { return Plain(6); }), "'first.weight' has sizes [4, 5], got one where it has [6, 5]"));
+    EXPECT_TRUE(contains(message([] { return nn::Linear(5, 4); }), "go on with 'first', got one where they end"));
+    EXPECT_TRUE(contains(message([] { return Plain(4, /*tied=*/false); }), "'second.bias' does not: tie"));
+    EXPECT_TRUE(contains(message([] { return sharded_plain(); }), "got one that is sharded"));
+    EXPECT_TRUE(contains(
+        message([] {
+          Plain other(4);
+          other->register_buffer("extra", torch::ones({1}));
+          return other;
+        }),
+        "parameters and buffers end there, got one where they go on with 'extra'"));
+    EXPECT_TRUE(torch::equal(model(torch::ones({2, 5})), model(torch::ones({2, 5})))); // nothing was broken
   });
 }
 

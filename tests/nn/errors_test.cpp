@@ -3,6 +3,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/script.h>
 
+#include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
 #include "support/counting_group.h"
@@ -43,6 +44,63 @@ TEST(Errors, FullyShardTwice) {
         fully_shard(*model);
       },
       {"[fully_shard] was called twice", "children before parents"});
+}
+
+TEST(Errors, AChildAfterItsParent) {
+  expect_error(
+      2,
+      [] {
+        nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+        fully_shard(model);
+        fully_shard(model[1]);
+      },
+      {"[fully_shard] nothing is left to shard in the module 'torch::nn::LinearImpl'",
+       "its 'weight' into the unit '(root)' (where it is '1.weight')",
+       "children first, then on their parents"});
+  expect_error(
+      2,
+      [] {
+        nn::Linear fc(4, 4);
+        const auto frozen = fc->register_parameter("frozen", torch::ones({3}));
+        nn::Sequential block(fc);
+        nn::ModuleList model(block);
+        fully_shard(block, {.ignored_params = {frozen}});
+        fully_shard(model, {.ignored_params = {frozen}});
+        fully_shard(fc, {.ignored_params = {frozen}});
+      },
+      {"nothing is left to shard", "into the unit '0' (where it is '0.0.weight')"});
+  expect_error(
+      2,
+      [] {
+        nn::ParameterList list;
+        list->append(torch::ones({4}));
+        nn::ModuleList model(list);
+        fully_shard(model);
+        fully_shard(list);
+      },
+      {"nothing is left to shard in the module 'torch::nn::ParameterListImpl'"});
+}
+
+// Their parameters have units, but none that a call on a module above has made.
+TEST(Errors, NotWhereAllParametersAreThoseOfOtherUnits) {
+  on_threads(2, [] {
+    nn::Linear inner(4, 4);
+    nn::Sequential middle(inner);
+    nn::ModuleList model(middle);
+    fully_shard(inner);
+    fully_shard(model); // has none of its own
+    EXPECT_TRUE(as_fsdp(model).unit()->params().empty());
+    fully_shard(middle);
+    struct TiedImpl : nn::Module {
+      explicit TiedImpl(const at::Tensor& weight) {
+        register_parameter("weight", weight);
+      }
+    };
+    nn::Linear first(4, 4);
+    const auto last = std::make_shared<TiedImpl>(first->weight);
+    fully_shard(first);
+    EXPECT_TRUE(fully_shard(last).unit()->params().empty());
+  });
 }
 
 TEST(Errors, NoParameters) {

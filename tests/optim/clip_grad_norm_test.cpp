@@ -123,6 +123,10 @@ TEST(ClipGradNorm, TakesAModule) {
   linear->weight.mutable_grad() = torch::full({2, 2}, 2.0);
   EXPECT_EQ(clip_grad_norm_(*linear, 2.0).item<float>(), 4);
   EXPECT_NEAR(linear->weight.grad()[0][0].item<float>(), 1, 1e-6);
+  EXPECT_NEAR(clip_grad_norm_(linear, 1.0).item<float>(), 2, 1e-6);
+  torch::nn::LinearImpl on_the_stack(2, 2);
+  on_the_stack.weight.mutable_grad() = torch::full({2, 2}, 2.0);
+  EXPECT_EQ(clip_grad_norm_(on_the_stack, 2.0).item<float>(), 4);
 }
 
 std::string error_of(const std::function<void()>& body) {
@@ -132,6 +136,12 @@ std::string error_of(const std::function<void()>& body) {
     return error.what();
   }
   return "nothing was thrown";
+}
+
+TEST(ClipGradNorm, AnEmptyHolderIsAnError) {
+  EXPECT_EQ(
+      error_of([] { clip_grad_norm_(torch::nn::Linear(nullptr), 1.0); }).find("[clip_grad_norm_] expected a module"),
+      0u);
 }
 
 TEST(ClipGradNorm, NonfiniteNormsAreErrorsOnRequest) {

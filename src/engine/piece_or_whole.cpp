@@ -1,0 +1,115 @@
+// A module's own methods take its registered tensors for wholes. `torch::load` gives each the data of the file's tensor
+// (`set_`); `Module::clone` gives each parameter of a new module the data of a copy. With shards among them, a whole
+// would become a shard's data, or a piece a parameter's: an error here, where it happens.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/intrusive_ptr.h>
+#include <torch/library.h>
+
+#include "base/caller.h"
+#include "base/check.h"
+#include "engine/interposer.h"
+#include "engine/param.h"
+#include "engine/tenant.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// The parameter whose shard this is; null for all other tensors, for views of a shard too.
+const Param* param_of_shard(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  const bool is_shard = tenant != nullptr && tenant->role == Role::kShard && tenant->param != nullptr;
+  return is_shard && tenant->param->shard().is_same(tensor) ? tenant->param : nullptr;
+}
+
+bool has_sizes_of_whole(const at::Tensor& tensor, const Param& param) {
+  return tensor.sizes() == c10::IntArrayRef(param.layout().sizes());
+}
+
+void check_new_data(const at::Tensor& shard, const at::Tensor& data) {
+  const Param* param = param_of_shard(shard);
+  FSDP_CHECK(
+      param == nullptr || data.sizes() == shard.sizes() || !has_sizes_of_whole(data, *param),
+      "[torch::load] expected this rank's piece of '{}', of sizes {}, got the whole, of sizes {}: load a model's file "
+      "before fully_shard, or on all ranks in the scope of `auto guard = fsdp::summon_full_params(model);`",
+      param->name(),
+      shard.sizes(),
+      data.sizes());
+}
+
+void set_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 2);
+  called_by_torch([&] { check_new_data(arguments[0].toTensor(), arguments[1].toTensor()); });
+  intercept(op, keys, stack);
+}
+
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+/// What an operator last made of a shard, on this thread.
+struct ShardCopy {
+  WeakTensor copy; // nothing else comes to lie at its address
+  std::vector<int64_t> whole_sizes;
+  std::string name;
+};
+
+std::optional<ShardCopy>& last_copy() {
+  static thread_local std::optional<ShardCopy> copy;
+  return copy;
+}
+
+void copy_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const Param* param = param_of_shard(torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor());
+  const bool is_piece = param != nullptr && !has_sizes_of_whole(param->shard(), *param);
+  const auto whole_sizes = is_piece ? param->layout().sizes() : std::vector<int64_t>();
+  const auto name = is_piece ? param->name() : std::string();
+  intercept(op, keys, stack);
+  if (is_piece) {
+    const at::Tensor& copy = stack->back().toTensor();
+    last_copy() = ShardCopy{WeakTensor(copy.getIntrusivePtr()), whole_sizes, name};
+  }
+}
+
+/// `set_data` asks this of any two tensors.
+bool may_take_data(const at::Tensor& tensor, const at::Tensor& data) {
+  if (const auto& piece = last_copy(); piece && piece->copy._unsafe_get_target() == data.unsafeGetTensorImpl()) {
+    called_by_torch([&] {
+      FSDP_CHECK(
+          tensor.sizes() != c10::IntArrayRef(piece->whole_sizes),
+          "[Module::clone] expected a module that is not sharded, got one where '{}' is: its copy would consist of "
+          "this rank's pieces. Use fsdp::clone(model), or model->clone() in the scope of `auto guard = "
+          "fsdp::summon_full_params(model);`",
+          piece->name);
+    });
+  }
+  return tensor.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(data.key_set());
+}
+
+} // namespace
+
+} // namespace fsdp::engine
+
+TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+  using namespace fsdp::engine;
+  library.impl("set_.source_Tensor", torch::CppFunction::makeFromBoxedFunction<&set_shard>());
+  library.impl("clone", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
+  library.impl("to.dtype_layout", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
+}
+
+// Where parameters are plain tensors.
+TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
+  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) {
+  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradMeta, library) {
+  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
+}
+TORCH_LIBRARY_IMPL(aten, AutogradXPU, library) {
+  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
+}
