@@ -28,7 +28,7 @@ template <typename... Args>
 std::string phrase(TextWith<std::type_identity_t<Args>...> with, const Args&... args) {
   std::ostringstream out;
   std::string_view rest = with.text;
-  const auto put = [&](const auto& arg) {
+  [[maybe_unused]] const auto put = [&](const auto& arg) {
     const size_t place = rest.find("{}");
     out << rest.substr(0, place) << arg;
     rest.remove_prefix(place + 2);
