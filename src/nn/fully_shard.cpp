@@ -19,6 +19,7 @@
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/recurrent.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -332,6 +333,7 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   check_any(any, modules[0]->name());
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
+    nn::remember_handles_of_recurrent(*module, *sharded.unit());
     nn::registry::enter(*module, sharded.unit());
   }
   return sharded;

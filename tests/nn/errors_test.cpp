@@ -3,6 +3,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/script.h>
 
+#include "engine/internal_scope.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
 #include "support/counting_group.h"
@@ -304,7 +305,10 @@ TEST(Errors, DataPutInAHandlesPlace) {
           fully_shard(*model[0]);
           auto weight = model[0]->as<nn::Linear>()->weight;
           const auto view = alone ? at::Tensor() : weight.t(); // keeps the handle's memory
-          weight.set_data(torch::ones({4, 4}));
+          {
+            const engine::InternalScope unseen; // as by whoever does not ask the tensor
+            weight.set_data(torch::ones({4, 4}));
+          }
           weight.sum().backward();
         },
         {"the data of 'weight' were replaced", "copy new values into it"});
