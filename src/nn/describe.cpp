@@ -16,6 +16,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -110,6 +111,7 @@ Description describe_units(const std::vector<Unit*>& units) {
 } // namespace
 
 Description describe(const torch::nn::Module& module) {
+  nn::strangers::check_none(module, "describe");
   return describe_units(units_of(module));
 }
 
