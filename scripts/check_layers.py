@@ -22,6 +22,7 @@ LAYERS = {
 
 # public header: the layer that implements it
 PUBLIC = {
+    "average": "nn",
     "call": "nn",
     "checkpoint": "nn",
     "clip_grad_norm": "optim",

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fsdp/average.h>
 #include <fsdp/call.h>
 #include <fsdp/checkpoint.h>
 #include <fsdp/clip_grad_norm.h>

@@ -79,6 +79,9 @@ struct FullyShardOptions {
   std::variant<OffloadPolicy, CPUOffloadPolicy> offload_policy = OffloadPolicy{};
   /// Left alone: neither sharded nor moved.
   std::vector<at::Tensor> ignored_params = {};
+  /// Parameters and buffers get rank 0's values before they are sharded, the ignored excepted. Unset, every rank keeps
+  /// its part of its own values, and a difference is warned of.
+  bool sync_module_states = false;
 };
 
 } // namespace fsdp

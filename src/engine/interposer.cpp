@@ -157,12 +157,14 @@ void keep_writes(Call& call) {
   }
 }
 
-[[noreturn]] void refuse_gradient(Call& call) {
+[[noreturn]] void refuse_gradient(const Tenant& tenant, Call& call) {
   call.let_go();
   fail(
-      "[{}] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the "
-      "shards. Build the optimizer from the model's parameters() after fully_shard, and read gradients there; where "
-      "such a weight is tied to a module that is not sharded, call fully_shard on a module above both",
+      "[gradient of '{}'] is on the shard that parameters() gives, but {} was given the gradient of a sharded "
+      "parameter's handle, which holds no values. Build the optimizer from the model's parameters() after fully_shard, "
+      "and read gradients there; where such a weight is tied to a module that is not sharded, call fully_shard on a "
+      "module above both",
+      tenant.param != nullptr ? tenant.param->name() : "a former parameter",
       call.name);
 }
 
@@ -173,7 +175,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
-      refuse_gradient(call);
+      refuse_gradient(*tenant, call);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
@@ -287,10 +289,53 @@ c10::DispatchKeySet keys_below(c10::DispatchKey key, c10::DispatchKeySet keys) {
   return (keys - kKeys) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, key);
 }
 
+/// Puts handles in the place of shards; false if there are none.
+bool give_handles(c10::IValue& weights) {
+  auto tensors = weights.toTensorVector();
+  bool any = false;
+  for (auto& tensor : tensors) {
+    Param* param = param_of(tensor);
+    if (param != nullptr && !is_handle(tensor)) {
+      const auto lock = param->unit().runtime().lock();
+      tensor = param->handle();
+      param->remind_holders();
+      any = true;
+    }
+  }
+  if (any) {
+    weights = std::move(tensors);
+  }
+  return any;
+}
+
+// `torch::nn::LSTM` and the like keep their weights in a list, which their `to()` fills with the registered tensors;
+// and have cuDNN put them in a row, which is nothing for memory that comes and goes.
+bool intercept_weights(const c10::OperatorHandle& op, const Call& call, torch::jit::Stack* stack) {
+  if (call.traits.weights < 0) {
+    return false;
+  }
+  const size_t count = op.schema().arguments().size();
+  c10::IValue& weights = torch::jit::peek(*stack, call.traits.weights, count);
+  const bool puts_in_a_row = op.schema().name() == "aten::_cudnn_rnn_flatten_weight";
+  if (puts_in_a_row) {
+    torch::jit::drop(*stack, count);
+    torch::jit::push(*stack, at::Tensor());
+    return true;
+  }
+  if (!give_handles(weights)) {
+    return false;
+  }
+  op.callBoxed(stack);
+  return true;
+}
+
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   Call call(traits_of(op), schema.name());
+  if (intercept_weights(op, call, stack)) {
+    return;
+  }
   called_by_torch([&] {
     see_arguments(torch::jit::last(*stack, schema.arguments().size()), call);
     touch(call);

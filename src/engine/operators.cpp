@@ -137,6 +137,14 @@ bool needs_equal_dtypes(std::string_view name) {
   return names.count(name) > 0;
 }
 
+// Their lists of weights may hold shards: a recurrent module of LibTorch fills its own with what is registered, when it
+// is moved or cast.
+bool takes_list_of_weights(const c10::Argument& argument, std::string_view name) {
+  static const Names names = {"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"};
+  return (argument.name() == "params" && names.count(name) > 0) ||
+         (argument.name() == "weight_arr" && name == "aten::_cudnn_rnn_flatten_weight");
+}
+
 // c10d's schemas do not say what is written. It is the first argument, where results are; later, if the collective is
 // asynchronous.
 bool is_collective(std::string_view name) {
@@ -161,6 +169,9 @@ OperatorTraits read_schema(const c10::FunctionSchema& schema) {
     const auto* alias = arguments[i].alias_info();
     if (alias != nullptr && alias->isWrite() && !writes_nothing(name)) {
       traits.writes |= uint64_t{1} << i;
+    }
+    if (takes_list_of_weights(arguments[i], name)) {
+      traits.weights = static_cast<int>(i);
     }
   }
   traits.writes_later = name == "fsdp::note_write_";

@@ -17,6 +17,8 @@ struct OperatorTraits {
   bool writes_later = false;
   /// Refuses inputs of different floating-point dtypes.
   bool dtypes_must_agree = false;
+  /// Which argument is a list of weights that may hold shards where handles are needed; -1: none.
+  int weights = -1;
 
   bool writes_argument(size_t index) const {
     return index < 64 && (writes >> index & 1) != 0;

@@ -39,6 +39,14 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
   std::string name;
 };
 
+/// What hooks that users have registered on a tensor make of its gradient.
+at::Tensor after_hooks(const at::Tensor& tensor, at::Tensor gradient) {
+  for (const auto& hook : torch::autograd::impl::hooks(tensor)) {
+    gradient = (*hook)({std::move(gradient)})[0];
+  }
+  return gradient;
+}
+
 /// Users are shown the shard itself.
 class ShardItself final : public ShownShard {
  public:
@@ -54,6 +62,7 @@ class ShardItself final : public ShownShard {
     return shard_.grad();
   }
   void give_gradient(at::Tensor piece) override {
+    piece = after_hooks(shard_, std::move(piece));
     auto& current = shard_.mutable_grad();
     if (current.defined()) {
       current.add_(piece);
@@ -74,6 +83,55 @@ class ShardItself final : public ShownShard {
  private:
   at::Tensor& shard_; // the parameter's
 };
+
+/// Autograd's data of a handle. What stands in for the gradient is seen as long as the shard has one: whoever drops the
+/// gradients of `parameters()` does not come by here.
+struct HandleMeta final : torch::autograd::AutogradMeta {
+  const at::Tensor& grad() const override {
+    static const at::Tensor none;
+    return is_over() ? none : grad_;
+  }
+  at::Tensor& mutable_grad() override {
+    if (is_over()) {
+      grad_.reset();
+    }
+    return grad_;
+  }
+  bool is_over() const {
+    const Tenant* tenant = tenant_of(grad_);
+    return tenant != nullptr && tenant->role == Role::kGradient && tenant->param != nullptr &&
+           tenant->param->gradient_was_dropped();
+  }
+};
+
+// Not every version of LibTorch has all of it.
+template <typename Meta>
+void take_over(Meta& meta, Meta& former) {
+  meta.name_ = std::move(former.name_);
+  meta.grad_ = std::move(former.grad_);
+  meta.grad_accumulator_ = std::move(former.grad_accumulator_);
+  meta.fw_grad_ = std::move(former.fw_grad_);
+  meta.hooks_ = std::move(former.hooks_);
+  meta.cpp_hooks_list_ = std::move(former.cpp_hooks_list_);
+  meta.post_acc_grad_hooks_ = std::move(former.post_acc_grad_hooks_);
+  meta.requires_grad_ = former.requires_grad_;
+  if constexpr (requires { meta.grad_dtype_; }) {
+    meta.grad_dtype_ = former.grad_dtype_;
+  }
+  if constexpr (requires { meta.allow_grad_dtype_mismatch_; }) {
+    meta.allow_grad_dtype_mismatch_ = former.allow_grad_dtype_mismatch_;
+  }
+}
+
+void see_gradient_of(const at::Tensor& handle) {
+  auto* former = torch::autograd::impl::materialize_autograd_meta(handle);
+  if (former->is_view_ || former->grad_fn_ || dynamic_cast<HandleMeta*>(former) != nullptr) {
+    return;
+  }
+  auto meta = std::make_unique<HandleMeta>();
+  take_over<torch::autograd::AutogradMeta>(*meta, *former);
+  handle.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
+}
 
 /// Its memory holds its elements, each as it is, where the strides say.
 bool lies_as(const at::Tensor& tensor, c10::IntArrayRef strides) {
@@ -233,6 +291,7 @@ void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10:
   stand_in_ =
       make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
   hooked_ = false;
+  see_gradient_of(handle);
   follow_requires_grad();
 }
 
@@ -313,7 +372,53 @@ c10::ScalarType Param::dtype_to_meet(c10::ScalarType param_dtype) const {
 }
 
 bool Param::shard_was_replaced() const {
-  return shown_->replaced() || (!shard_is_in_its_storage() && !on_meta());
+  return shown_->replaced() || replaced_ || (!shard_is_in_its_storage() && !on_meta());
+}
+
+void Param::shard_was_given_data() {
+  for (const auto& holder : forgetful_) {
+    holder.keep(handle());
+  }
+  know_shard_again();
+}
+
+void Param::know_shard_again() {
+  const bool plain = shard_.layout() == c10::kStrided && !shard_.key_set().has(c10::DispatchKey::Python);
+  if (!plain || on_meta() || tenant_of(shard_) != nullptr) {
+    return;
+  }
+  InternalScope scope;
+  const auto sizes = shard_.sizes().vec(), strides = shard_.strides().vec();
+  key_shard({sizes, strides, shard_.scalar_type(), shard_.device()});
+  replaced_ = true;
+}
+
+bool Param::takes_values_of_handle() const {
+  return shown_itself_ && !bucket_.options().extended && !on_meta() && unit_.held == 0;
+}
+
+void Param::take_values(const at::Tensor& whole) {
+  InternalScope scope;
+  const at::Tensor piece = piece_of(whole.detach());
+  shard_.set_data(piece);
+  know_shard_again();
+  values_change();
+}
+
+void Param::remind_holders() const {
+  for (const auto& holder : forgetful_) {
+    holder.remind();
+  }
+}
+
+// Where it lies: from now on it is ours.
+void Param::key_shard(const TensorGeometry& geometry) {
+  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
+  Tenant* tenant = owned.get();
+  void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
+  leave_shard_storage();
+  shard_.set_data(make_keyed_tensor(std::move(owned), memory, geometry));
+  note_shard_storage(tenant);
 }
 
 void Param::note_shard_storage(Tenant* tenant) {
@@ -369,10 +474,15 @@ void Param::show_as(std::shared_ptr<ShownShard> shown) {
     shard_.set_requires_grad(false); // from now on it is a part of what is shown
   }
   shown_ = std::move(shown);
+  shown_itself_ = false;
 }
 
 at::Tensor Param::shard_gradient() const {
   return shown_->gradient();
+}
+
+bool Param::gradient_was_dropped() const {
+  return shown_itself_ && !shard_.grad().defined();
 }
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
@@ -392,6 +502,7 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   leave_shard_storage();
   shard_.set_data(moved);
   note_shard_storage(tenant);
+  replaced_ = false;
 }
 
 void Param::leave_whole() {
@@ -401,17 +512,11 @@ void Param::leave_whole() {
 }
 
 void Param::settle_shard_in_place() {
-  if (shard_is_in_its_storage()) {
+  if (!std::exchange(replaced_, false) && shard_is_in_its_storage()) {
     return;
   }
   InternalScope scope;
-  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
-  Tenant* tenant = owned.get();
-  void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
-  leave_shard_storage();
-  shard_.set_data(make_keyed_tensor(
-      std::move(owned), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), shard_.device()}));
-  note_shard_storage(tenant);
+  key_shard({shard_sizes_, shard_strides_, shard_.scalar_type(), shard_.device()});
 }
 
 void Param::watch(at::Tensor stored) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -99,6 +100,20 @@ class alignas(64) Param {
   void watch(at::Tensor stored);
   /// Someone gave the shard's tensor other data (`module.to(dtype)`).
   bool shard_was_replaced() const;
+  /// Just now, or its own again: it stays a shard, until the unit settles it.
+  void shard_was_given_data();
+  /// Whether data that the handle's tensor is given can go to the shard, as values of the whole.
+  bool takes_values_of_handle() const;
+  void take_values(const at::Tensor& whole);
+  /// A holder of the handle that loses it when the shard is given data, as LibTorch's recurrent modules do.
+  struct Forgetful {
+    std::function<void(const at::Tensor& handle)> keep; ///< it may be about to
+    std::function<void()> remind; ///< somebody was given the shard in the handle's place
+  };
+  void add_holder(Forgetful holder) {
+    forgetful_.push_back(std::move(holder));
+  }
+  void remind_holders() const;
   /// Takes over the data that users put behind what they are shown.
   void adopt_replacement();
   /// No memory yet: it comes through what users are shown.
@@ -114,6 +129,8 @@ class alignas(64) Param {
   void show_as(std::shared_ptr<ShownShard> shown);
   /// This rank's piece of the gradient; undefined if there is none.
   at::Tensor shard_gradient() const;
+  /// `zero_grad()`, say. (Not known where something else than the shard is shown.)
+  bool gradient_was_dropped() const;
   /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it.
   void give_shard_gradient(at::Tensor gradient);
 
@@ -155,6 +172,8 @@ class alignas(64) Param {
   /// Users may give the shard's tensor other data; until then it is in the storage that it was given last.
   void note_shard_storage(Tenant* tenant);
   void leave_shard_storage();
+  void know_shard_again();
+  void key_shard(const TensorGeometry& geometry);
   bool shard_is_in_its_storage() const {
     return shard_storage_ != nullptr &&
            shard_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == shard_storage_;
@@ -198,6 +217,9 @@ class alignas(64) Param {
   layout::DimLayout layout_;
   std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
   std::vector<Tenant*> watched_; // owned by storages
+  std::vector<Forgetful> forgetful_;
+  bool replaced_ = false; // the shard's data, and it has the keys already
+  bool shown_itself_ = true; // the shard
   std::string name_;
 };
 

@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "engine/interposer.h"
 #include "engine/param.h"
+#include "engine/piece_or_whole.h"
 #include "engine/tenant.h"
 
 namespace fsdp::engine {
@@ -74,22 +75,18 @@ void copy_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   }
 }
 
-/// `set_data` asks this of any two tensors.
-bool may_take_data(const at::Tensor& tensor, const at::Tensor& data) {
-  if (const auto& piece = last_copy(); piece && piece->copy._unsafe_get_target() == data.unsafeGetTensorImpl()) {
-    called_by_torch([&] {
-      FSDP_CHECK(
-          tensor.sizes() != c10::IntArrayRef(piece->whole_sizes),
-          "[Module::clone] expected a module that is not sharded, got one where '{}' is: its copy would consist of "
-          "this rank's pieces. Use fsdp::clone(model), or model->clone() in the scope of `auto guard = "
-          "fsdp::summon_full_params(model);`",
-          piece->name);
-    });
-  }
-  return tensor.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(data.key_set());
-}
-
 } // namespace
+
+void check_is_no_piece(const at::TensorBase& tensor, const at::TensorBase& data) {
+  const auto& piece = last_copy();
+  FSDP_CHECK(
+      !piece || piece->copy._unsafe_get_target() != data.unsafeGetTensorImpl() ||
+          tensor.sizes() != c10::IntArrayRef(piece->whole_sizes),
+      "[Module::clone] expected a module that is not sharded, got one where '{}' is: its copy would consist of this "
+      "rank's pieces. Use fsdp::clone(model), or model->clone() in the scope of `auto guard = "
+      "fsdp::summon_full_params(model);`",
+      piece->name);
+}
 
 } // namespace fsdp::engine
 
@@ -98,18 +95,4 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   library.impl("set_.source_Tensor", torch::CppFunction::makeFromBoxedFunction<&set_shard>());
   library.impl("clone", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
   library.impl("to.dtype_layout", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
-}
-
-// Where parameters are plain tensors.
-TORCH_LIBRARY_IMPL(aten, AutogradCPU, library) {
-  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
-}
-TORCH_LIBRARY_IMPL(aten, AutogradCUDA, library) {
-  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
-}
-TORCH_LIBRARY_IMPL(aten, AutogradMeta, library) {
-  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
-}
-TORCH_LIBRARY_IMPL(aten, AutogradXPU, library) {
-  library.impl("_has_compatible_shallow_copy_type", fsdp::engine::may_take_data);
 }

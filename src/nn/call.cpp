@@ -4,10 +4,12 @@
 #include <mutex>
 #include <set>
 
+#include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
 #include "engine/unit.h"
 #include "nn/registry.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -24,8 +26,12 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<c10::ScalarType>& 
 
 } // namespace
 
-Boundary::Boundary(ConstModuleRef module) {
-  if (const auto unit = nn::registry::find(module.for_operation("call"))) {
+Boundary::Boundary(ConstModuleRef given) {
+  const torch::nn::Module& module = given.for_operation("call");
+  if (const auto unit = nn::registry::find(module)) {
+    if (unit->parent() == nullptr && c10::GradMode::is_enabled()) {
+      nn::strangers::check_none(module, "call");
+    }
     const auto& precision = unit->precision();
     device_ = unit->device();
     input_dtype_ = precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;

@@ -16,6 +16,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -109,8 +110,10 @@ Description describe_units(const std::vector<Unit*>& units) {
 
 } // namespace
 
-Description describe(ConstModuleRef module) {
-  return describe_units(units_of(module.for_operation("describe")));
+Description describe(ConstModuleRef given) {
+  const torch::nn::Module& module = given.for_operation("describe");
+  nn::strangers::check_none(module, "describe");
+  return describe_units(units_of(module));
 }
 
 Description describe(const FSDPModule& module) {

@@ -19,9 +19,12 @@
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/recurrent.h"
 #include "nn/registry.h"
+#include "nn/same_values.h"
 #include "nn/saving.h"
 #include "nn/slots.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -76,18 +79,23 @@ std::string text_of(const ReshardAfterForward& policy) {
   return policy.ranks() ? std::to_string(*policy.ranks()) : !reshard ? "unset" : *reshard ? "true" : "false";
 }
 
-// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters.
-void check_same_everywhere(const engine::UnitSpec& spec) {
+// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters. Values
+// that differ are no error: a checkpoint may come next.
+void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
   std::ostringstream mine;
   mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype)
        << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
-       << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded") << "\n";
+       << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded")
+       << (syncs_values ? ", sync_module_states" : "") << "\n";
   for (const auto& param : spec.params) {
     mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension "
          << param.placement.dim << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
   }
-  const auto other = engine::find_other_text(group, mine.str(), {"fully_shard", spec.name});
+  const std::string values = syncs_values ? "" : nn::digests_of_values(spec.params);
+  const Label label{"fully_shard", spec.name};
+  const auto others = engine::find_other_texts(group, {mine.str(), values}, label);
+  const auto& other = others[0];
   FSDP_CHECK(
       !other,
       "[fully_shard] rank {} and rank {} shard differently:\n{}against\n{}Build the same model on every rank, and give "
@@ -96,6 +104,15 @@ void check_same_everywhere(const engine::UnitSpec& spec) {
       other->rank,
       mine.str(),
       other->text);
+  if (others[1]) {
+    nn::warn_of_other_values(group, spec.params, values, *others[1]);
+  }
+  if (spec.mesh.ndim() == 2 && !syncs_values) {
+    Group& replicas = *spec.mesh.group(0);
+    if (const auto differs = engine::find_other_text(replicas, values, label)) {
+      nn::warn_of_other_values(replicas, spec.params, values, *differs);
+    }
+  }
 }
 
 /// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
@@ -238,7 +255,8 @@ void name_parameters(const std::vector<Slot>& slots) {
   }
 }
 
-std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, const std::string& name) {
+std::shared_ptr<Unit> make_unit(
+    Found& found, const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::string& name) {
   Mesh mesh = options.mesh ? *options.mesh : default_mesh();
   check_mesh(mesh);
   check_reshard(options, mesh);
@@ -252,7 +270,14 @@ std::shared_ptr<Unit> make_unit(Found& found, const FullyShardOptions& options, 
       options.mp_policy,
       offload != nullptr ? std::optional(*offload) : std::nullopt,
       options.reshard_after_forward};
-  check_same_everywhere(spec);
+  check_same_everywhere(spec, options.sync_module_states);
+  if (options.sync_module_states) {
+    std::vector<at::Tensor> buffers;
+    for (const auto& module : modules) {
+      buffers.insert(buffers.end(), module.buffers.begin(), module.buffers.end());
+    }
+    nn::broadcast_values(spec, buffers);
+  }
   found.params.clear();
   return Unit::create(std::move(spec));
 }
@@ -364,6 +389,8 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   nn::refuse_to_save_shards();
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
+    nn::strangers::note_ignored(sharded.unit(), options.ignored_params);
+    nn::remember_handles_of_recurrent(*module, *sharded.unit());
     nn::registry::enter(*module, sharded.unit());
   }
   return sharded;
@@ -377,7 +404,7 @@ FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardO
     slots.insert(slots.end(), module.slots.begin(), module.slots.end());
   }
   Found found = find_parameters(std::move(slots), options);
-  auto unit = make_unit(found, options, join(names));
+  auto unit = make_unit(found, modules, options, join(names));
   name_parameters(found.slots);
   register_shards(found, *unit);
   for (const auto& module : modules) {

@@ -8,6 +8,7 @@
 #include "engine/param.h"
 #include "engine/tenant.h"
 #include "nn/slots.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -39,8 +40,10 @@ std::vector<at::Tensor> without_names(const std::vector<std::pair<std::string, a
 
 } // namespace
 
-std::vector<std::pair<std::string, at::Tensor>> named_parameters(ConstModuleRef module) {
-  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module.for_operation("parameters"))));
+std::vector<std::pair<std::string, at::Tensor>> named_parameters(ConstModuleRef given) {
+  const torch::nn::Module& module = given.for_operation("parameters");
+  nn::strangers::check_none(module, "parameters");
+  return shards_of(nn::slots_of(const_cast<torch::nn::Module&>(module)));
 }
 
 std::vector<std::pair<std::string, at::Tensor>> named_parameters(const torch::jit::Module& module) {

@@ -20,6 +20,7 @@
 #include "engine/unit.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
+#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -192,6 +193,7 @@ SummonedParams::~SummonedParams() {
 
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
   torch::nn::Module& module = given.for_operation("summon_full_params");
+  nn::strangers::check_none(module, "summon_full_params");
   nn::settle_replaced_shards(module);
   const auto slots = nn::slots_of(module);
   const auto unit = nn::registry::find(module);

@@ -1,0 +1,128 @@
+// Sees what tensors' methods do to handles and shards that no operator shows.
+
+#include <utility>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "base/check.h"
+#include "engine/forwarding_hooks.h"
+#include "engine/internal_scope.h"
+#include "engine/param.h"
+#include "engine/piece_or_whole.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// The parameter of a handle or a shard, unless the engine itself, or an operator, is at work on it.
+Param* param_seen(const at::TensorBase& tensor) {
+  if (!tensor.defined() || c10::impl::tls_is_dispatch_key_excluded(kKey)) {
+    return nullptr;
+  }
+  return param_of(*at::OptionalTensorRef(tensor));
+}
+
+bool is_shard(const Param& param, const at::TensorBase& tensor) {
+  return param.shard().unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl();
+}
+
+/// The shard's parameter; null for other tensors.
+Param* param_of_shard(const at::TensorBase& tensor) {
+  Param* param = param_seen(tensor);
+  return param != nullptr && is_shard(*param, tensor) ? param : nullptr;
+}
+
+bool is_in_a_graph(const at::TensorBase& leaf) {
+  return torch::autograd::impl::try_get_grad_accumulator(leaf) != nullptr;
+}
+
+/// Where gradients of these come to: of a shard, to its handle, and to itself where a penalty is made of shards.
+std::vector<at::Tensor> leaves_of(at::TensorList inputs) {
+  std::vector<at::Tensor> leaves;
+  for (const auto& input : inputs) {
+    Param* param = param_of_shard(input);
+    if (param != nullptr) {
+      param->follow_requires_grad();
+      const auto lock = param->unit().runtime().lock();
+      leaves.push_back(param->handle());
+    }
+    if (param == nullptr || is_in_a_graph(input)) {
+      leaves.push_back(input);
+    }
+  }
+  return leaves;
+}
+
+struct Registering {
+  static inline thread_local bool now = false;
+  const bool before = std::exchange(now, true);
+  ~Registering() {
+    now = before;
+  }
+};
+
+class TensorMethods final : public ForwardingHooks {
+ public:
+  using ForwardingHooks::ForwardingHooks;
+
+  void set_data(const at::TensorBase& self, const at::TensorBase& data) const {
+    Param* param = param_seen(self);
+    if (param == nullptr) {
+      check_is_no_piece(self, data);
+      ForwardingHooks::set_data(self, data);
+      return;
+    }
+    const auto lock = param->unit().runtime().lock();
+    const bool of_shard = is_shard(*param, self);
+    const bool values = !of_shard && param_seen(data) == nullptr && param->is_handle(*at::OptionalTensorRef(self));
+    if (values && param->takes_values_of_handle()) {
+      param->take_values(*at::OptionalTensorRef(data));
+      return;
+    }
+    ForwardingHooks::set_data(self, data);
+    if (of_shard) {
+      param->shard_was_given_data();
+    }
+  }
+
+  void _backward(
+      const at::Tensor& self,
+      at::TensorList inputs,
+      const std::optional<at::Tensor>& gradient,
+      std::optional<bool> keep_graph,
+      bool create_graph) const {
+    ForwardingHooks::_backward(self, leaves_of(inputs), gradient, keep_graph, create_graph);
+  }
+
+  unsigned _register_hook(const at::TensorBase& self, std::function<at::TensorBase(const at::TensorBase&)> hook) const {
+    const Registering scope;
+    return ForwardingHooks::_register_hook(self, std::move(hook));
+  }
+
+  // Of a leaf only those ask who want to know where its gradient comes from.
+  int64_t output_nr(const at::TensorBase& self) const {
+    const Param* param = Registering::now || !self.requires_grad() ? nullptr : param_of_shard(self);
+    FSDP_CHECK(
+        param == nullptr || is_in_a_graph(self),
+        "[autograd] '{}' was given as an input of autograd::grad or autograd::backward, as the shard that parameters() "
+        "gives, of which the graph knows nothing: give the module's member, whose gradient is this rank's, whole and "
+        "not reduced; or call loss.backward(gradient, retain_graph, create_graph, inputs), which takes shards",
+        param->name());
+    return ForwardingHooks::output_nr(self);
+  }
+};
+
+// Before main, as LibTorch's own: no thread calls a method then.
+[[maybe_unused]] const bool installed = [] {
+  static const TensorMethods methods(*at::impl::GetVariableHooks()); // as long as the program
+  at::impl::SetVariableHooks(const_cast<TensorMethods*>(&methods));
+  return true;
+}();
+
+} // namespace
+
+} // namespace fsdp::engine

@@ -1,0 +1,93 @@
+#include <fsdp/average.h>
+
+#include <ATen/ops/cat.h>
+#include <ATen/ops/view_as_real.h>
+#include <torch/nn/module.h>
+
+#include <fsdp/mesh.h>
+
+#include "base/check.h"
+#include "engine/internal_scope.h"
+#include "engine/tenant.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+namespace {
+
+/// What a module's ranks have in common, and what each has for itself.
+struct Found {
+  std::optional<Mesh> mesh; // the first sharded module's
+  std::vector<at::Tensor> plain;
+
+  void add(const at::Tensor& tensor) {
+    if (tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) && tensor.numel() > 0) {
+      plain.push_back(tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor.detach());
+    }
+  }
+};
+
+Found look_at(torch::nn::Module& module, const AverageOptions& options) {
+  Found found;
+  const auto note_mesh = [&](const torch::nn::Module& each) {
+    if (const auto unit = nn::registry::find(each)) {
+      found.mesh = found.mesh ? found.mesh : unit->mesh();
+      FSDP_CHECK(
+          unit->held == 0,
+          "[average_ignored_] was called while parameters are shown whole: call it after the guard of "
+          "summon_full_params has ended");
+    }
+  };
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    note_mesh(*each);
+  }
+  FSDP_CHECK(found.mesh, "[average_ignored_] nothing in this module is sharded: call fully_shard first");
+  for (const auto& slot : nn::slots_of(module)) {
+    if (slot.tensor.requires_grad() && engine::param_of(slot.tensor) == nullptr) {
+      found.add(slot.tensor);
+    }
+  }
+  for (const auto& buffer : options.buffers ? module.buffers() : std::vector<at::Tensor>()) {
+    found.add(buffer);
+  }
+  return found;
+}
+
+// In float64 what is, all else in float32.
+void average(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, const Mesh& mesh) {
+  std::vector<at::Tensor> mine, flat;
+  for (const auto& tensor : tensors) {
+    if ((tensor.scalar_type() == c10::kDouble) == (dtype == c10::kDouble)) {
+      mine.push_back(tensor);
+      flat.push_back(tensor.flatten().to(mesh.device(), dtype));
+    }
+  }
+  if (flat.empty()) {
+    return;
+  }
+  const at::Tensor all = at::cat(flat);
+  for (int dim = 0; dim < mesh.ndim(); ++dim) {
+    Group& group = *mesh.group(dim);
+    group.all_reduce(all, ReduceOp::kSum, /*divide_by=*/group.size(), {"average_ignored_", ""})->wait();
+  }
+  int64_t offset = 0;
+  for (const auto& tensor : mine) {
+    tensor.copy_(all.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+    offset += tensor.numel();
+  }
+}
+
+} // namespace
+
+void average_ignored_(ModuleRef given, const AverageOptions& options) {
+  torch::nn::Module& module = given.for_operation("average_ignored_");
+  const engine::InternalScope scope;
+  const Found found = look_at(module, options);
+  for (const auto dtype : {c10::kFloat, c10::kDouble}) {
+    average(found.plain, dtype, *found.mesh);
+  }
+}
+
+} // namespace fsdp

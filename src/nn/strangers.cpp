@@ -1,0 +1,120 @@
+#include "nn/strangers.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_set>
+
+#include "base/check.h"
+#include "engine/runtime.h"
+#include "engine/tenant.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+
+namespace fsdp::nn::strangers {
+
+namespace {
+
+using Ignored = std::shared_ptr<const std::unordered_set<const c10::TensorImpl*>>;
+
+std::mutex mutex;
+// By unit: it dies with its module, whose address may be used again.
+std::map<std::weak_ptr<engine::Unit>, Ignored, std::owner_less<>> ignored_by_unit;
+
+Ignored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
+  std::lock_guard lock(mutex);
+  const auto found = ignored_by_unit.find(unit);
+  return found == ignored_by_unit.end() ? nullptr : found->second;
+}
+
+// A module's registered parameters are protected; a derived class may see them. Copies would take most of the time.
+struct Registered : torch::nn::Module {
+  static const auto& parameters_of(const torch::nn::Module& module) {
+    return module.*(&Registered::parameters_);
+  }
+};
+
+bool shows_wholes(const engine::Unit& unit) {
+  const auto& units = unit.runtime().units();
+  return std::any_of(units.begin(), units.end(), [](const auto* each) { return each != nullptr && each->held > 0; });
+}
+
+class Search {
+ public:
+  explicit Search(const char* operation) : operation_(operation) {}
+
+  void look_below(const torch::nn::Module& module) {
+    const auto unit = registry::find(module);
+    if (unit != nullptr) {
+      if (shows_wholes(*unit)) {
+        return;
+      }
+      sharded_.push_back(ignored_by(unit));
+    }
+    if (!sharded_.empty()) {
+      for (const auto& item : Registered::parameters_of(module)) {
+        check(item.key(), item.value());
+      }
+    }
+    for (const auto& child : module.named_children()) {
+      path_.push_back(&child.key());
+      look_below(*child.value());
+      path_.pop_back();
+    }
+    if (unit != nullptr) {
+      sharded_.pop_back();
+    }
+  }
+
+ private:
+  void check(const std::string& name, const at::Tensor& parameter) const {
+    if (!parameter.defined() || !parameter.requires_grad() || engine::param_of(parameter) != nullptr) {
+      return;
+    }
+    const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const Ignored& known) {
+      return known != nullptr && known->count(parameter.unsafeGetTensorImpl()) > 0;
+    });
+    if (!ignored) {
+      refuse(name);
+    }
+  }
+
+  [[noreturn]] void refuse(const std::string& name) const {
+    std::string path;
+    for (const auto* part : path_) {
+      path += *part + ".";
+    }
+    fail(
+        "[{}] '{}{}' was registered below a sharded module after fully_shard, and is not sharded: each rank would "
+        "train it on its own. Call fully_shard on the module that was added, or freeze it; what is to stay as it is "
+        "belongs in ignored_params",
+        operation_,
+        path,
+        name);
+  }
+
+  const char* operation_;
+  std::vector<Ignored> sharded_; // of the sharded modules above, and of this one
+  std::vector<const std::string*> path_;
+};
+
+} // namespace
+
+void note_ignored(const std::shared_ptr<engine::Unit>& unit, const std::vector<at::Tensor>& ignored) {
+  auto known = std::make_shared<std::unordered_set<const c10::TensorImpl*>>();
+  for (const auto& tensor : ignored) {
+    known->insert(tensor.unsafeGetTensorImpl());
+  }
+  std::lock_guard lock(mutex);
+  std::erase_if(ignored_by_unit, [](const auto& item) { return item.first.expired(); });
+  if (!known->empty()) {
+    ignored_by_unit[unit] = std::move(known);
+  }
+}
+
+void check_none(const torch::nn::Module& module, const char* operation) {
+  Search(operation).look_below(module);
+}
+
+} // namespace fsdp::nn::strangers

@@ -1,0 +1,217 @@
+// What users do with the gradients of what parameters() gives: hooks, inputs of a backward, autograd::grad; and what
+// they see of them on the members.
+
+#include "nn/parity.h"
+#include "nn/subjects.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr int64_t kWidth = 5;
+
+nn::Sequential filled() {
+  nn::Sequential model(nn::Linear(kWidth, kWidth), nn::Tanh(), nn::Linear(kWidth, kWidth));
+  torch::NoGradGuard no_grad;
+  double value = 0.01;
+  for (auto& parameter : model->parameters()) {
+    parameter.copy_(torch::arange(parameter.numel(), torch::kFloat).view(parameter.sizes()) * value);
+    value *= -2;
+  }
+  return model;
+}
+
+/// With the same data on all ranks, a sharded model has the gradients of one that is not.
+struct Pair {
+  nn::Sequential plain = filled();
+  nn::Sequential model = filled();
+
+  Pair() {
+    fully_shard(*model[0]);
+    fully_shard(*model);
+  }
+  static at::Tensor loss(nn::Sequential& net) {
+    return net->forward(torch::linspace(-1, 1, 4 * kWidth).view({4, kWidth})).pow(2).sum();
+  }
+  void expect_equal_gradients() const {
+    for (size_t i = 0; i < plain->parameters().size(); ++i) {
+      const auto wanted = plain->parameters()[i].grad();
+      const auto whole = sharded(model->parameters()[i]).full_grad();
+      ASSERT_EQ(whole.defined(), wanted.defined()) << i;
+      EXPECT_TRUE(!wanted.defined() || torch::allclose(whole, wanted)) << i;
+    }
+  }
+};
+
+class ShardGradients : public ::testing::TestWithParam<int> {};
+INSTANTIATE_TEST_SUITE_P(Ranks, ShardGradients, ::testing::Values(1, 2, 3));
+
+TEST_P(ShardGradients, HooksAreCalledWithThem) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    std::vector<int> calls(pair.model->parameters().size());
+    const auto hook = [&](nn::Sequential& net) {
+      for (size_t i = 0; i < net->parameters().size(); ++i) {
+        const auto parameter = net->parameters()[i];
+        parameter.register_hook([&calls, i, sizes = parameter.sizes().vec()](const at::Tensor& gradient) {
+          EXPECT_EQ(gradient.sizes(), c10::IntArrayRef(sizes));
+          ++calls[i];
+          return gradient * 2;
+        });
+        parameter.register_hook([](const at::Tensor& gradient) { EXPECT_TRUE(gradient.defined()); });
+      }
+    };
+    hook(pair.plain);
+    hook(pair.model);
+    for (int step = 1; step < 4; ++step) { // gradients add up
+      Pair::loss(pair.plain).backward();
+      calls.assign(calls.size(), 0);
+      Pair::loss(pair.model).backward();
+      EXPECT_EQ(calls, std::vector<int>(calls.size(), 1));
+      pair.expect_equal_gradients();
+    }
+  });
+}
+
+TEST_P(ShardGradients, AHookThatIsRemovedIsNotCalled) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    int calls = 0;
+    const auto shard = pair.model->parameters()[1];
+    const auto position = shard.register_hook([&](const at::Tensor&) { ++calls; });
+    Pair::loss(pair.model).backward();
+    shard.remove_hook(position);
+    Pair::loss(pair.model).backward();
+    EXPECT_EQ(calls, 1);
+  });
+}
+
+TEST_P(ShardGradients, HooksSurviveAnotherDtype) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(3, 4);
+    fully_shard(*model);
+    int calls = 0;
+    model->parameters()[0].register_hook([&](const at::Tensor& gradient) {
+      EXPECT_EQ(gradient.scalar_type(), torch::kDouble);
+      ++calls;
+    });
+    model->to(torch::kDouble);
+    model->forward(torch::ones({2, 3}, torch::kDouble)).sum().backward();
+    EXPECT_EQ(calls, 1);
+  });
+}
+
+TEST_P(ShardGradients, InputsOfABackward) {
+  on_threads(GetParam(), [] {
+    for (const std::vector<size_t>& chosen : {std::vector<size_t>{0, 1, 2, 3}, {0}, {1, 2}, {3}}) {
+      Pair pair;
+      const auto inputs = [&](nn::Sequential& net) {
+        std::vector<at::Tensor> list;
+        for (const size_t i : chosen) {
+          list.push_back(net->parameters()[i]);
+        }
+        return list;
+      };
+      for (int step = 0; step < 2; ++step) {
+        Pair::loss(pair.plain).backward({}, {}, false, inputs(pair.plain));
+        Pair::loss(pair.model).backward({}, {}, false, inputs(pair.model));
+        pair.expect_equal_gradients();
+      }
+      Pair::loss(pair.plain).backward();
+      Pair::loss(pair.model).backward();
+      pair.expect_equal_gradients();
+    }
+  });
+}
+
+at::Tensor squares(const std::vector<at::Tensor>& parameters) {
+  at::Tensor sum;
+  for (const auto& parameter : parameters) {
+    sum = plus(sum, parameter.pow(2).sum());
+  }
+  return sum;
+}
+
+// This rank's part of a penalty of all parameters; its gradients need no reduction.
+TEST_P(ShardGradients, InputsOfABackwardThroughAPenaltyOfShards) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    for (auto* net : {&pair.plain, &pair.model}) {
+      const auto parameters = (*net)->parameters();
+      (Pair::loss(*net) + squares(parameters)).backward({}, {}, false, parameters);
+    }
+    pair.expect_equal_gradients();
+  });
+}
+
+TEST_P(ShardGradients, AutogradGradSaysWhatToGive) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    const auto shards = pair.model->parameters();
+    for (const bool allow_unused : {true, false}) {
+      const auto loss = Pair::loss(pair.model);
+      const auto said =
+          error_message([&] { torch::autograd::grad({loss}, shards, {}, std::nullopt, false, allow_unused); });
+      EXPECT_TRUE(contains(said, "'0.weight' was given as an input of autograd::grad")) << said;
+      loss.backward();
+    }
+    const auto loss = Pair::loss(pair.model);
+    EXPECT_TRUE(contains(
+        error_message([&] { torch::autograd::backward({loss}, {}, std::nullopt, false, shards); }),
+        "give the module's member"));
+    const at::Tensor member = pair.model[0]->as<nn::Linear>()->weight;
+    EXPECT_EQ(torch::autograd::grad({loss}, {member})[0].sizes(), member.sizes());
+    const auto penalty = torch::autograd::grad({squares(shards)}, shards);
+    for (size_t i = 0; i < shards.size(); ++i) {
+      EXPECT_TRUE(torch::equal(penalty[i], shards[i].detach() * 2));
+    }
+  });
+}
+
+TEST_P(ShardGradients, AMemberHasOneAsLongAsItsShardHas) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    torch::optim::SGD optimizer(pair.model->parameters(), 0.1);
+    auto& weight = pair.model[0]->as<nn::Linear>()->weight;
+    const std::vector<std::function<void()>> drops = {
+        [&] { pair.model->zero_grad(); },
+        [&] { optimizer.zero_grad(); },
+        [&] { pair.model->parameters()[0].mutable_grad().reset(); }};
+    for (const auto& drop : drops) {
+      EXPECT_FALSE(weight.grad().defined());
+      Pair::loss(pair.model).backward();
+      EXPECT_TRUE(weight.grad().defined());
+      const auto said = error_message([&] { weight.grad().norm(); });
+      EXPECT_EQ(said.find("[gradient of '0.weight'] is on the shard that parameters() gives"), 0) << said;
+      drop();
+      EXPECT_FALSE(weight.grad().defined());
+      EXPECT_FALSE(weight.mutable_grad().defined());
+    }
+    Pair::loss(pair.model).backward();
+    pair.model->zero_grad(/*set_to_none=*/false);
+    EXPECT_TRUE(weight.grad().defined());
+    Pair::loss(pair.plain).backward();
+    Pair::loss(pair.model).backward();
+    pair.expect_equal_gradients();
+  });
+}
+
+TEST_P(ShardGradients, HooksOnMembersFromBeforeShardingStay) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(3, 4);
+    int calls = 0;
+    model->weight.register_hook([&](const at::Tensor& gradient) {
+      EXPECT_EQ(gradient.sizes(), c10::IntArrayRef({4, 3}));
+      ++calls;
+    });
+    fully_shard(*model);
+    model->forward(torch::ones({2, 3})).sum().backward();
+    EXPECT_EQ(calls, 1);
+    EXPECT_TRUE(model->parameters()[0].grad().defined());
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
