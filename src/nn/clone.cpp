@@ -51,7 +51,6 @@ class NoValues {
 struct UnitRecipe {
   std::shared_ptr<Unit> unit;
   std::vector<std::string> paths;
-  std::map<std::string, ShardPlacement> placements; // by the parameter's path from the root
 };
 
 UnitRecipe& recipe_for(const std::shared_ptr<Unit>& unit, std::vector<UnitRecipe>& recipes) {
@@ -60,7 +59,7 @@ UnitRecipe& recipe_for(const std::shared_ptr<Unit>& unit, std::vector<UnitRecipe
       return recipe;
     }
   }
-  return recipes.emplace_back(UnitRecipe{.unit = unit, .paths = {}, .placements = {}});
+  return recipes.emplace_back(UnitRecipe{.unit = unit, .paths = {}});
 }
 
 /// Parents come before their children.
@@ -73,25 +72,16 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
   }
   for (const auto& slot : nn::slots_of(root)) {
     const auto* param = engine::param_of(slot.tensor);
-    if (param == nullptr) {
-      continue;
-    }
-    for (auto& recipe : recipes) {
-      if (recipe.unit.get() == &param->unit()) {
-        FSDP_CHECK(
-            !param->bucket().options().extended,
-            "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
-            "state_dict",
-            slot.path);
-        recipe.placements[slot.path] = {param->layout().dim(), param->bucket().options().mesh};
-      }
-    }
+    FSDP_CHECK(
+        param == nullptr || !param->bucket().options().extended,
+        "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
+        "state_dict",
+        slot.path);
   }
   return recipes;
 }
 
-FullyShardOptions options_of(const UnitRecipe& recipe) {
-  const Unit& unit = *recipe.unit;
+FullyShardOptions options_of(const Unit& unit) {
   FullyShardOptions options;
   options.mesh = unit.mesh();
   if (unit.policy.reshard_to) {
@@ -103,16 +93,6 @@ FullyShardOptions options_of(const UnitRecipe& recipe) {
   if (unit.offloaded()) {
     options.offload_policy = *unit.offload_policy();
   }
-  // The copy's modules give paths of their own, relative to each of them: a suffix of the path from the root.
-  options.shard_placement_fn = [recipe](const at::Tensor&, const std::string& name) -> std::optional<ShardPlacement> {
-    for (const auto& path : recipe.paths) {
-      auto found = recipe.placements.find(path.empty() ? name : path + "." + name);
-      if (found != recipe.placements.end()) {
-        return found->second;
-      }
-    }
-    return std::nullopt;
-  };
   return options;
 }
 
@@ -126,8 +106,14 @@ void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
   }
 }
 
-/// Gives the copy's parameters their values, whole, where the originals belong to `unit`; returns the other parameters.
-std::vector<at::Tensor> fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy) {
+/// The copy's parameters of one unit, and those of others.
+struct CopiedParams {
+  std::map<const c10::TensorImpl*, ShardPlacement> placements;
+  std::vector<at::Tensor> others;
+};
+
+/// Gives the copy's parameters their values, whole, where the originals belong to `unit`.
+CopiedParams fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy) {
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
   std::map<const engine::Param*, at::Tensor> wholes;
   unit.before_shard_read();
@@ -138,17 +124,19 @@ std::vector<at::Tensor> fill_those_of(Unit& unit, torch::nn::Module& original, t
       wholes[bucket->params()[i]] = values[i];
     }
   }
-  std::vector<at::Tensor> others;
+  CopiedParams copied;
   for (size_t i = 0; i < copies.size(); ++i) {
     at::Tensor parameter = copies[i].tensor;
     const auto found = wholes.find(engine::param_of(originals[i].tensor));
     if (found == wholes.end()) {
-      others.push_back(parameter);
+      copied.others.push_back(parameter);
     } else {
       parameter.set_data(found->second);
+      const engine::Param& param = *found->first;
+      copied.placements[parameter.unsafeGetTensorImpl()] = {param.layout().dim(), param.bucket().options().mesh};
     }
   }
-  return others;
+  return copied;
 }
 
 /// How a sharded module's units were made.
@@ -175,8 +163,13 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
     for (const auto& path : recipe.paths) {
       same.push_back(modules.at(path));
     }
-    auto options = options_of(recipe);
-    options.ignored_params = fill_those_of(*recipe.unit, module, copy);
+    auto options = options_of(*recipe.unit);
+    const CopiedParams copied = fill_those_of(*recipe.unit, module, copy);
+    options.ignored_params = copied.others;
+    options.shard_placement_fn = [&](const at::Tensor& parameter, const std::string&) -> std::optional<ShardPlacement> {
+      const auto found = copied.placements.find(parameter.unsafeGetTensorImpl());
+      return found == copied.placements.end() ? std::nullopt : std::optional(found->second);
+    };
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
     Unit& unit = *sharded_copy.unit();

@@ -249,6 +249,29 @@ TEST_P(Clones, OfWhatWasBuiltOtherwiseAreErrors) {
   });
 }
 
+// Parameters of the modules of one unit may have the same names.
+TEST_P(Clones, AreCutAsTheModelIsWhateverNamesRepeat) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::BatchNorm1d(4), nn::Linear(4, 4));
+    FullyShardOptions options;
+    options.shard_placement_fn = [](const at::Tensor& parameter, const std::string&) {
+      return std::optional(ShardPlacement{.dim = parameter.dim() - 1});
+    };
+    fully_shard({model->ptr(0), model->ptr(1)}, options);
+    const auto copy = clone(model);
+    const auto cuts = [](const nn::Sequential& of) {
+      std::vector<std::vector<int64_t>> sizes;
+      for (const auto& shard : parameters(of)) {
+        sizes.push_back(shard.sizes().vec());
+      }
+      return sizes;
+    };
+    EXPECT_EQ(cuts(copy), cuts(model));
+    model->eval(), copy->eval();
+    EXPECT_TRUE(torch::equal(copy->forward(torch::ones({2, 4})), model->forward(torch::ones({2, 4}))));
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Clones, ::testing::Values(1, 2, 3, 4));
 
 } // namespace
