@@ -258,7 +258,7 @@ TEST_P(Clones, AreCutAsTheModelIsWhateverNamesRepeat) {
       return std::optional(ShardPlacement{.dim = parameter.dim() - 1});
     };
     fully_shard({model->ptr(0), model->ptr(1)}, options);
-    const auto copy = clone(model);
+    auto copy = clone(model);
     const auto cuts = [](const nn::Sequential& of) {
       std::vector<std::vector<int64_t>> sizes;
       for (const auto& shard : parameters(of)) {
