@@ -20,7 +20,6 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
-#include "nn/saving.h"
 #include "nn/slots.h"
 
 namespace fsdp {
@@ -380,7 +379,6 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());
   check_not_taken(views, options);
-  nn::refuse_to_save_shards();
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
     nn::registry::enter(*module, sharded.unit());
