@@ -22,7 +22,6 @@
 #include "nn/recurrent.h"
 #include "nn/registry.h"
 #include "nn/same_values.h"
-#include "nn/saving.h"
 #include "nn/slots.h"
 #include "nn/strangers.h"
 
@@ -386,7 +385,6 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());
   check_not_taken(views, options);
-  nn::refuse_to_save_shards();
   auto sharded = fully_shard(views, options);
   for (auto* module : modules) {
     nn::strangers::note_ignored(sharded.unit(), options.ignored_params);

@@ -1,6 +1,5 @@
-#include "nn/saving.h"
+// `torch::save` of modules whose registered parameters are shards is an error.
 
-#include <mutex>
 #include <string>
 #include <string_view>
 
@@ -39,17 +38,16 @@ void check_holds_no_shards(const torch::jit::Module& archive) {
   }
 }
 
-} // namespace
-
-void refuse_to_save_shards() {
-  // Called at the beginning of each export, to ask for more files.
-  static std::once_flag once;
-  std::call_once(once, [] {
-    torch::jit::SetExportModuleExtraFilesHook([](const torch::jit::Module& archive) {
-      check_holds_no_shards(archive);
-      return torch::jit::ExtraFilesMap();
-    });
+// LibTorch asks at the beginning of each export whether there are more files to write. At load time, when nothing else
+// runs; a function that the program sets takes its place.
+[[maybe_unused]] const bool installed = [] {
+  torch::jit::SetExportModuleExtraFilesHook([](const torch::jit::Module& archive) {
+    check_holds_no_shards(archive);
+    return torch::jit::ExtraFilesMap();
   });
-}
+  return true;
+}();
+
+} // namespace
 
 } // namespace fsdp::nn
