@@ -12,6 +12,8 @@ namespace {
 PyObject* error_type = nullptr;
 PyObject* comm_error_type = nullptr;
 
+} // namespace
+
 void set_python_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
@@ -23,8 +25,6 @@ void set_python_error(std::exception_ptr error) {
     from_python.restore();
   }
 }
-
-} // namespace
 
 void raise_in_python(std::exception_ptr error) {
   py::gil_scoped_acquire gil;

@@ -157,13 +157,16 @@ void keep_writes(Call& call) {
   }
 }
 
-[[noreturn]] void refuse_gradient(Call& call) {
+[[noreturn]] void refuse_gradient(const Param* param, Call& call) {
   call.let_go();
   fail(
       "[",
       call.name,
-      "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards. ",
-      "Build the optimizer from the model's parameters() after fully_shard, and read gradients there; where such a "
+      "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards, "
+      "this one on that of '",
+      param != nullptr ? param->name() : "a module that is gone",
+      "' among the named parameters. Build the optimizer from the model's parameters() after fully_shard, and read "
+      "gradients there; where such a "
       "weight is tied to a module that is not sharded, call fully_shard on a module above both");
 }
 
@@ -174,7 +177,7 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   }
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
-      refuse_gradient(call);
+      refuse_gradient(tenant->param, call);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)

@@ -11,6 +11,7 @@
 #include "base/view_into.h"
 #include "engine/backward_graph.h"
 #include "engine/bucket.h"
+#include "engine/forward_graph.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -281,10 +282,21 @@ void Param::set_part(size_t part, void* memory) {
     return;
   }
   auto& [storage, tenant, why_hollow] = handle_storages_[part];
-  if (memory != nullptr || storage->nbytes() == 0) {
+  if (memory != nullptr || storage->nbytes() == 0 || unit_.runtime().is_looked_at()) {
     fill_storage(*storage, memory, why_hollow);
   } else {
     hollow_storage(*storage, why_hollow);
+  }
+}
+
+void Param::let_look(bool looked_at) {
+  for (auto* storages : {&handle_storages_, &put_aside_storages_}) {
+    for (auto& [storage, tenant, why_hollow] : *storages) {
+      if (storage == nullptr || storage->nbytes() == 0 || storage->_mutable_data_ptr_no_checks().get() != nullptr) {
+        continue;
+      }
+      looked_at ? fill_storage(*storage, nullptr, why_hollow) : hollow_storage(*storage, why_hollow);
+    }
   }
 }
 
@@ -472,6 +484,12 @@ void Param::install_gradient_hooks(const at::Tensor& handle) {
           gradient.reset();
         }
       });
+}
+
+void Param::note_in(ForwardGraph& graph) const {
+  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
+    graph.note(handle);
+  }
 }
 
 void Param::note_checkpointed_use(int64_t segment) {
