@@ -39,6 +39,15 @@ FSDP_API FSDPModule fully_shard(const std::vector<ModuleView>& modules, const Fu
 
 /// True for handles and shards, and for views of them.
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
+/// False once `set_data` has put other data into what was a handle.
+FSDP_API bool is_intact_handle(const at::Tensor& tensor);
+/// Makes a handle of this module's again of one that was given other data; what these are becomes its value. Nothing
+/// for any other tensor. Collective.
+FSDP_API void restore_handle(const FSDPModule& module, const at::Tensor& handle);
+/// The module whose call of `fully_shard` took the parameter behind a shard or a handle.
+FSDP_API FSDPModule module_of(const at::Tensor& shard);
+/// An error while parameters of the module have no values yet.
+FSDP_API void check_materialized(const FSDPModule& module);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
 /// `requires_grad` was set on the handle or on what users are shown of the shard: the other follows.
@@ -60,9 +69,22 @@ FSDP_API void set_caller(
     void (*raise)(std::exception_ptr error),
     std::exception_ptr (*interruption)());
 
-/// A module is about to be called. Functions of users may ask a handle whether it requires a gradient before any
-/// operator on it is seen: after this, what is below a root says what its shards say.
-FSDP_API void note_call(const FSDPModule& module);
+/// Every call of a sharded module is going to be a ModuleCall: graphs on its parameters that are made outside of all
+/// calls are no forwards, and do not keep parameters from being written.
+FSDP_API void expect_calls(const FSDPModule& module);
+
+/// While it lives, a module is being called. Functions of users may ask a handle whether it requires a gradient before
+/// any operator on it is seen: from its construction on, what is below a root says what its shards say.
+class FSDP_API ModuleCall {
+ public:
+  explicit ModuleCall(const FSDPModule& module);
+  ~ModuleCall();
+  ModuleCall(const ModuleCall&) = delete;
+  ModuleCall& operator=(const ModuleCall&) = delete;
+
+ private:
+  const FSDPModule& module_;
+};
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);

@@ -70,7 +70,9 @@ class FSDP_API FSDPModule {
   void set_modules_to_backward_prefetch(const std::vector<FSDPModule>& modules);
   void set_custom_all_gather(AllGatherFn all_gather);
   void set_custom_reduce_scatter(ReduceScatterFn reduce_scatter);
-  /// Called with the reduced gradient shards (flat, in the reduce dtype) before they reach the parameters.
+  /// Called once for each reduction (a unit's parameters of one reduce dtype on one mesh), before the parameters get
+  /// their gradients: with this rank's part of all of them in one flat tensor, to be changed in place. Every parameter
+  /// takes as much of it as the first rank's shard has; what a smaller shard leaves is zero.
   void set_all_reduce_hook(std::function<void(at::Tensor&)> hook, std::optional<c10::Stream> stream = std::nullopt);
   /// The next gathers wait for this event instead of for all work on the current stream. Root only.
   void set_post_optim_event(std::shared_ptr<c10::Event> event);

@@ -25,6 +25,8 @@ void bind_policy(py::module_& m);
 void bind_summon(py::module_& m);
 void bind_trace(py::module_& m);
 
+/// Makes an Error of the library the exception that a C function of Python returns with.
+void set_python_error(std::exception_ptr error);
 /// Throws an Error of the library as a Python exception that torch hands on as it is.
 [[noreturn]] void raise_in_python(std::exception_ptr error);
 

@@ -14,6 +14,8 @@ namespace {
 PyObject* error_type = nullptr;
 PyObject* comm_error_type = nullptr;
 
+} // namespace
+
 void set_python_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
@@ -25,8 +27,6 @@ void set_python_error(std::exception_ptr error) {
     from_python.restore();
   }
 }
-
-} // namespace
 
 void raise_in_python(std::exception_ptr error) {
   py::gil_scoped_acquire gil;

@@ -179,6 +179,15 @@ void bind_front_end(py::module_& m) {
       .def_property_readonly("shard", &ExtendedShard::shard);
   m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
+  m.def("module_of", &module_of, py::arg("shard"));
+  m.def("restore_handle", &restore_handle, py::arg("unit"), py::arg("handle"), NoGil());
+  m.def(
+      "is_as_registered",
+      [](const at::Tensor& handle, const at::Tensor& parameter) {
+        return is_intact_handle(handle) && handle.requires_grad() == parameter.requires_grad();
+      },
+      py::arg("handle"),
+      py::arg("parameter"));
   m.def("follow_requires_grad", &follow_requires_grad, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"), NoGil());
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());

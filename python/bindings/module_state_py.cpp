@@ -5,6 +5,7 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <fsdp/error.h>
 #include <fsdp/front_end.h>
 #include <fsdp/shown_shard.h>
 
@@ -18,7 +19,9 @@ namespace {
 /// so that modules are freed by reference counting.
 class ModuleState {
  public:
-  explicit ModuleState(FSDPModule unit) : unit(std::move(unit)) {}
+  explicit ModuleState(FSDPModule unit) : unit(std::move(unit)) {
+    expect_calls(this->unit);
+  }
 
   /// `parameter` is registered, `handle` is what the engine reads; both are None where nothing is. Data that users put
   /// behind the parameter count as another parameter.
@@ -28,8 +31,9 @@ class ModuleState {
       py::object parameter,
       py::object handle,
       std::shared_ptr<ShownShard> shown) {
+    const bool is_plain = shown && is_intact_handle(THPVariable_Unpack(handle.ptr()));
     entries_.push_back(
-        {std::move(registered), std::move(name), std::move(parameter), std::move(handle), std::move(shown)});
+        {std::move(registered), std::move(name), std::move(parameter), std::move(handle), std::move(shown), is_plain});
   }
   /// PyTorch takes what a module reads away before it refuses to register a tensor that is no leaf in its place.
   void watch_shadow(py::weakref module, py::object name, py::object shadow, py::object parameter) {
@@ -49,6 +53,9 @@ class ModuleState {
         return false;
       }
       if (entry.shown && (entry.shown->replaced() || requires_grad(entry.handle) != requires_grad(entry.parameter))) {
+        return false;
+      }
+      if (entry.is_plain && !is_intact_handle(THPVariable_Unpack(entry.handle.ptr()))) {
         return false;
       }
     }
@@ -80,6 +87,7 @@ class ModuleState {
     py::object parameter;
     py::object handle;
     std::shared_ptr<ShownShard> shown;
+    bool is_plain; // the handle is one tensor, unless users give it other data
   };
   struct Shadow {
     py::weakref module;
@@ -106,7 +114,7 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
   const auto state = py::getattr(module, *state_name);
   auto& watched = state.cast<ModuleState&>();
-  note_call(watched.unit);
+  const ModuleCall running(watched.unit);
   if (const size_t replacements = ModuleState::replacements; watched.followed_below != replacements) {
     state.attr("follow_below")(module);
     watched.followed_below = replacements;
@@ -114,6 +122,7 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   if (!watched.intact()) {
     state.attr("follow")(module);
   }
+  check_materialized(watched.unit);
   if (watched.converts) {
     return state.attr("call")(original_call, arguments, keywords ? py::handle(keywords) : py::dict());
   }
@@ -125,6 +134,8 @@ PyObject* call_sharded(PyObject*, PyObject* arguments, PyObject* keywords) {
     return call(py::reinterpret_borrow<py::tuple>(arguments), keywords).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
+  } catch (const Error&) {
+    set_python_error(std::current_exception());
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
@@ -51,16 +51,35 @@ def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return names == b.__tensor_flatten__()[0] and all(_alike(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def _take_over_attributes(whole: torch.Tensor, made: torch.Tensor) -> None:
-    """All but the tensors: scales, say, that are plain numbers."""
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """With memory of its own."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    names, metadata = tensor.__tensor_flatten__()
+    inner = {name: _copied(getattr(tensor, name)) for name in names}
+    stride = torch.empty(tensor.shape, device="meta").stride()
+    return type(tensor).__tensor_unflatten__(inner, metadata, tensor.shape, stride)
+
+
+def _take_over_attributes(whole: torch.Tensor, made: torch.Tensor, storages: set[int]) -> None:
+    """All but the tensors that were gathered: scales, say, that are plain numbers, and tensors of the shard."""
     if not is_traceable_wrapper_subclass(whole):
         return
     names = whole.__tensor_flatten__()[0]
     for name, value in vars(made).items():
-        if name not in names:
+        if name not in names or _is_in(storages, value):
             whole.__dict__[name] = value
     for name in names:
-        _take_over_attributes(getattr(whole, name), getattr(made, name))
+        _take_over_attributes(getattr(whole, name), getattr(made, name), storages)
+
+
+def _is_in(storages: set[int], tensor: torch.Tensor) -> bool:
+    return not is_traceable_wrapper_subclass(tensor) and tensor.untyped_storage()._cdata in storages
+
+
+def _gathered_tensors(whole: torch.Tensor, own: set[int]) -> list[torch.Tensor]:
+    """What of it was gathered. A table that the whole shares with the shard keeps its memory."""
+    return [tensor for tensor in _plain_tensors(whole) if not _is_in(own, tensor)]
 
 
 class GatherHooks:
@@ -84,9 +103,9 @@ class GatherHooks:
 
     def cut(self, local: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a whole tensor."""
-        rows = self.size[self.dim]
-        length, begin = Shard.local_shard_size_and_offset(rows, self.ranks.size, self.ranks.rank)
-        piece = local.detach().narrow(self.dim, begin, length).clone(memory_format=torch.contiguous_format)
+        chunks = torch.chunk(local.detach(), self.ranks.size, self.dim)  # all that PyTorch asks of a subclass here
+        is_mine = self.ranks.rank < len(chunks)
+        piece = _copied(chunks[self.ranks.rank] if is_mine else chunks[0].narrow(self.dim, 0, 0))
         return piece if piece.is_meta else piece.to("cpu" if self.offloaded else self.device)
 
     def stored(self) -> list[torch.Tensor]:
@@ -125,13 +144,13 @@ class GatherHooks:
             made = torch.as_strided(made, self.size, self.stride, 0)
         if type(made) in (torch.Tensor, nn.Parameter):
             return None, [made]
-        sharded = self.sharded()
+        sharded, own = self.sharded(), {tensor.untyped_storage()._cdata for tensor in self.stored()}
         if _alike(sharded.handle, made):
-            _take_over_attributes(sharded.handle, made)
-            return sharded.handle, list(_plain_tensors(made))
+            _take_over_attributes(sharded.handle, made, own)
+            return sharded.handle, _gathered_tensors(made, own)
         whole = nn.Parameter(made, sharded.parameter.requires_grad)
         sharded.take_whole(whole)
-        return whole, list(_plain_tensors(whole))
+        return whole, _gathered_tensors(whole, own)
 
     def _along_dim(self, tensor: torch.Tensor) -> torch.Tensor:
         if self.dim == 0 or tensor.ndim != len(self.size):
@@ -174,6 +193,9 @@ class Extended(Sharded):
     def enter(self, module: nn.Module, name: str) -> None:
         self.parameter._fsdp_sharded = weakref.ref(self)
         super().enter(module, name)
+
+    def heed_whole(self) -> None:
+        """Nothing: what hooks make is not written."""
 
     def _follow_handle(self) -> None:
         # The next gather makes a whole of whatever dtype.

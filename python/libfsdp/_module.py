@@ -148,7 +148,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
     ) -> None:
-        """``hook`` is given the reduced gradient shards, flat, before they reach the parameters. None: no hook."""
+        """``hook`` is given the reduced gradient shards before they reach the parameters: one flat tensor for each dtype
+        in which they are reduced, to be changed in place. None: no hook."""
         state = self._get_fsdp_state()
         parallel = state.only_parallel("set_all_reduce_hook")
         if stream is not None and parallel.engine.ndim > 1:

@@ -1,6 +1,7 @@
 """A module's registered parameters, where some are sharded."""
 
 import weakref
+from collections.abc import Iterable, Iterator, ValuesView
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,35 @@ class Registered(dict):
     def enter(self, name: str, sharded: "Sharded") -> None:
         self.sharded[name] = sharded
         dict.__setitem__(self, name, sharded.parameter)
-        self.module().__dict__[name] = sharded.shadow
+        if sharded.parameter.is_meta:  # there is nothing whole to show: whoever loads values is shown where they belong
+            self.module().__dict__.pop(name, None)
+        else:
+            self.module().__dict__[name] = sharded.shadow
+
+    def items(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        self._heed_wholes()
+        waits = any(sharded.parameter.is_meta for sharded in self.sharded.values())
+        return self._items_that_get_values() if waits else super().items()
+
+    def _items_that_get_values(self) -> Iterator[tuple[str, torch.Tensor | None]]:
+        """``Module.to_empty`` gives them memory one after another."""
+        for item in list(super().items()):
+            yield item
+            self._heed_wholes()
+
+    def values(self) -> ValuesView[torch.Tensor | None]:
+        self._heed_wholes()
+        return super().values()
+
+    def _heed_wholes(self) -> None:
+        """Whoever lists parameters finds what users have set on what the module's code reads."""
+        for name, sharded in self.sharded.items():
+            if self.get(name) is not sharded.parameter:
+                continue
+            sharded.heed_whole()
+            if name not in self.module().__dict__ and not sharded.parameter.is_meta:
+                for module, place in sharded.homes():
+                    sharded.enter(module, place)
 
     def has(self, name: str, sharded: "Sharded") -> bool:
         """Whether a sharded parameter is at home in this place, or what users have put there for good."""
@@ -92,7 +121,20 @@ class Registered(dict):
         return dict, (dict(self),)
 
 
+def _is_traced(tensor: torch.Tensor | None) -> bool:
+    """Whether it has no values, as what ``torch.export`` puts into the places of parameters."""
+    from torch._subclasses import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(getattr(tensor, "_local_tensor", tensor), (FakeTensor, FunctionalTensor))
+
+
 def _whole(tensor: torch.Tensor | None, name: str, sharded: "Sharded") -> torch.Tensor | None:
+    if _is_traced(tensor):
+        raise NotImplementedError(
+            f"torch.export does not see through the gathers of a sharded module, here of '{name}': export the module that "
+            "fully_shard was not called on, with the values that full_tensor() of the sharded parameters gives"
+        )
     if not isinstance(tensor, DTensor) or isinstance(sharded.shadow, DTensor):
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():

@@ -7,6 +7,7 @@ normal attribute lookup finds first. So the module's own code reads the whole pa
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -50,23 +51,52 @@ def extended_of(parameter: torch.Tensor) -> "Sharded | None":
 
 
 class OnTheWhole:
-    """What users do to a whole parameter that concerns gradients, which the registered one gets. Holds no reference."""
+    """What users do to a whole parameter that concerns gradients, which the registered one gets; and what a DTensor has,
+    which PyTorch's programs find there. Holds no reference."""
 
     def __init__(self, sharded: "Sharded"):
         self.sharded = weakref.ref(sharded)
         self.shadow, self.handle = weakref.ref(sharded.shadow), weakref.ref(sharded.handle)
 
     methods = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__getstate__")
+    of_dtensors = ("to_local", "full_tensor", "redistribute", "data_ptr", "device_mesh", "placements", "_local_tensor")
 
     @staticmethod
     def divert(sharded: "Sharded") -> None:
         diverted = OnTheWhole(sharded)
         for name in OnTheWhole.methods:
             setattr(sharded.shadow, name, getattr(diverted, name))
+        if not isinstance(sharded.shadow, DTensor):
+            for name in ("to_local", "full_tensor", "redistribute", "data_ptr"):
+                setattr(sharded.shadow, name, getattr(diverted, name))
+            sharded.shadow.device_mesh, sharded.shadow.placements = sharded.mesh, sharded.placements
+        OnTheWhole.show_local(sharded)
+
+    @staticmethod
+    def show_local(sharded: "Sharded") -> None:
+        if not isinstance(sharded.shadow, DTensor):
+            sharded.shadow._local_tensor = sharded.parameter._local_tensor
 
     def __getstate__(self) -> dict:
-        """Of the tensor, for pickling: without these methods."""
-        return {name: value for name, value in vars(self.shadow()).items() if name not in OnTheWhole.methods}
+        """Of the tensor, for pickling: without these attributes."""
+        ours = OnTheWhole.methods + (() if isinstance(self.shadow(), DTensor) else OnTheWhole.of_dtensors)
+        return {name: value for name, value in vars(self.shadow()).items() if name not in ours}
+
+    def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.sharded().parameter.to_local(*args, **kwargs)
+
+    def full_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.sharded().parameter.full_tensor(*args, **kwargs)
+
+    def data_ptr(self) -> int:
+        """Programs that ask whether two tensors are one expect this error of tensors that have no address."""
+        try:
+            return torch.Tensor.data_ptr(self.shadow())
+        except RuntimeError as error:
+            raise NotImplementedError(str(error)) from None
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        return self.sharded().parameter.redistribute(*args, **kwargs)
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         self.sharded().parameter.requires_grad_(requires_grad)
@@ -97,14 +127,14 @@ class Sharded:
 
     __slots__ = (
         *("__weakref__", "around", "given", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape"),
-        *("shown", "stride"),
+        *("shown", "stride", "unit"),
     )
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout):
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
         self.given = (original.device_mesh, original.placements) if isinstance(original, DTensor) else None
         self.mesh, self.placements, self.around = layout.mesh, layout.placements, layout.around
-        self.handle = _C.handle_of(shard)
+        self.handle, self.unit = _C.handle_of(shard), _C.module_of(shard)
         like = original if isinstance(original, DTensor) else self.handle
         self.shape, self.stride = like.shape, like.stride()
         requires_grad = original.requires_grad
@@ -181,6 +211,7 @@ class Sharded:
         if not self.is_at(module, name):
             self.places.append((weakref.ref(module), name))
         Registered.of(module).enter(name, self)
+        OnTheWhole.show_local(self)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
             module.__dict__["flatten_parameters"] = _leave_apart
@@ -212,8 +243,15 @@ class Sharded:
         for module, name in homes:
             self.enter(module, name)
 
+    def heed_whole(self) -> None:
+        """What users have set on the handle past all operators, ``requires_grad`` or ``data``, is the parameter's."""
+        if not _C.is_as_registered(self.handle, self.parameter):
+            _C.restore_handle(self.unit, self.handle)
+            _C.follow_requires_grad(self.handle)
+
     def _follow_handle(self) -> None:
         """What the module's code asks of the handle before any operator, its dtype say, is the parameter's."""
+        _C.restore_handle(self.unit, self.handle)
         _C.follow_requires_grad(self.handle)
         if self.parameter.is_meta:
             return

@@ -39,14 +39,18 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
 
 
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Of a dataclass. A copy, not a new one: ``__post_init__`` has run."""
+    """Of a dataclass. A copy, not a new one: ``__post_init__`` has run. It may be a dictionary too, as Hugging Face's
+    outputs are, with the fields' values as its items."""
     fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if hasattr(value, field.name)}
-    mapped = {name: map_tensors(function, item) for name, item in fields.items()}
-    if all(mapped[name] is fields[name] for name in fields):
+    items = dict(value.items()) if isinstance(value, dict) else {}
+    mapped = {id(item): (item, map_tensors(function, item)) for item in (*fields.values(), *items.values())}
+    if all(before is after for before, after in mapped.values()):
         return value
     twin = copy.copy(value)
-    for name, item in mapped.items():
-        object.__setattr__(twin, name, item)  # it may be frozen
+    for name, item in fields.items():
+        object.__setattr__(twin, name, mapped[id(item)][1])  # it may be frozen
+    for key, item in items.items():
+        dict.__setitem__(twin, key, mapped[id(item)][1])
     return twin
 
 

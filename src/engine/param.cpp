@@ -11,6 +11,7 @@
 #include "base/view_into.h"
 #include "engine/backward_graph.h"
 #include "engine/bucket.h"
+#include "engine/forward_graph.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -334,10 +335,22 @@ void Param::set_part(size_t part, void* memory) {
     return;
   }
   std::string& why_hollow = handle_storages_[part].why_hollow;
-  if (memory != nullptr || storage->nbytes() == 0) {
+  if (memory != nullptr || storage->nbytes() == 0 || unit_.runtime().is_looked_at()) {
     fill_storage(*storage, memory, why_hollow);
   } else {
     hollow_storage(*storage, why_hollow);
+  }
+}
+
+void Param::let_look(bool looked_at) {
+  for (auto* storages : {&handle_storages_, &put_aside_storages_}) {
+    for (auto& [weak_storage, tenant, why_hollow] : *storages) {
+      const auto storage = weak_storage.lock();
+      if (!storage || storage->nbytes() == 0 || storage->_mutable_data_ptr_no_checks().get() != nullptr) {
+        continue;
+      }
+      looked_at ? fill_storage(*storage, nullptr, why_hollow) : hollow_storage(*storage, why_hollow);
+    }
   }
 }
 
@@ -569,6 +582,12 @@ void Param::install_gradient_hooks(const at::Tensor& handle) {
           gradient.reset();
         }
       });
+}
+
+void Param::note_in(ForwardGraph& graph) const {
+  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
+    graph.note(handle);
+  }
 }
 
 void Param::note_checkpointed_use(int64_t segment) {

@@ -19,6 +19,7 @@ namespace fsdp::engine {
 
 class BackwardGraph;
 class Bucket;
+class ForwardGraph;
 class Unit;
 
 /// One sharded parameter: its handle, its shard, and the gradient on its way from one to the other.
@@ -73,6 +74,8 @@ class alignas(64) Param {
   c10::ScalarType dtype_to_meet(c10::ScalarType param_dtype) const;
   /// The same for one of the tensors that the handle consists of.
   void set_part(size_t part, void* memory);
+  /// A profiler begins, or ends, to note the addresses of all operators' arguments: that is no raw access.
+  void let_look(bool looked_at);
   /// Of the shard, or of what is watched.
   void storage_died(const Tenant* tenant);
   /// Somebody gave the handle memory of its own, from which it was never gathered.
@@ -153,6 +156,8 @@ class alignas(64) Param {
     }
   }
 
+  /// A forward is over that may have used the handle.
+  void note_in(ForwardGraph& graph) const;
   /// A checkpointed segment that uses it brings a gradient, once it is recomputed.
   void note_checkpointed_use(int64_t segment);
   /// A backward begins: `nested`, one within another, of which the counts above may know.

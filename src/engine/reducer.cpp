@@ -1,6 +1,7 @@
 #include "engine/reducer.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -39,6 +40,7 @@ struct Reducer::Reduction {
   // As the unit said when the reduction began: users may have said something else by the time it ends.
   bool all_reduces;
   double divide_by;
+  std::function<void(at::Tensor&)> hook;
 
   Group* replicas() const {
     return bucket->replicate_group();
@@ -46,15 +48,18 @@ struct Reducer::Reduction {
   bool is_reduced_twice() const {
     return scatters && replicas() != nullptr;
   }
+  /// Elements of `flat` for a parameter's slice. Slices start where vector instructions like it, as torch's own
+  /// allocations do; what a hook is given has no gaps, and the same size on all ranks: full shards, as PyTorch's.
+  int64_t room_for(const Param& param, c10::ScalarType dtype) const {
+    if (hook) {
+      return param.layout().chunk();
+    }
+    const int64_t per_line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
+    return (param.layout().length(param.rank()) + per_line - 1) / per_line * per_line;
+  }
 };
 
 namespace {
-
-// Slices start where vector instructions like it, as torch's own allocations do.
-int64_t aligned(int64_t numel, c10::ScalarType dtype) {
-  const int64_t per_line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
-  return (numel + per_line - 1) / per_line * per_line;
-}
 
 // The gradient as the ranks' slices, one after another, of any shape.
 at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
@@ -84,20 +89,14 @@ bool divides_early(c10::ScalarType dtype) {
 }
 
 // On a stream of its own, if one was given: after the reduction, and before the shards get their gradients.
-void run_all_reduce_hook(const Unit& unit, std::vector<at::Tensor>& slices) {
-  const auto& hook = unit.policy.all_reduce_hook;
-  if (!hook) {
-    return;
-  }
+void run_hook(const Unit& unit, const std::function<void(at::Tensor&)>& hook, at::Tensor& gradients) {
   UserScope scope;
   const Stream compute = current_stream(unit.device());
   const Stream stream = unit.policy.all_reduce_hook_stream.value_or(compute);
   wait_stream(stream, compute);
   {
     StreamGuard on_stream(stream);
-    for (auto& slice : slices) {
-      hook(slice);
-    }
+    hook(gradients);
   }
   wait_stream(compute, stream);
 }
@@ -151,6 +150,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   reduction->scatters = bucket.reduce_group->size() > 1;
   reduction->all_reduces = unit.policy.requires_all_reduce;
   reduction->divide_by = divisor(unit, bucket);
+  reduction->hook = unit.policy.all_reduce_hook;
   reduction->gradient_streams = unit.gradient_streams.streams();
   start_reduce_scatter(*reduction, dtype);
   // Where it may be queued without waiting for what comes before it.
@@ -183,20 +183,22 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
     args.wholes.push_back(take_gradient(*param, dtype, unit.device()));
     args.chunks.push_back(param->layout().chunk());
     reduction.bytes += static_cast<int64_t>(args.wholes.back().nbytes());
-    numel += aligned(param->layout().length(param->rank()), dtype);
+    numel += reduction.room_for(*param, dtype);
   }
   // Alone, the whole gradient is the slice: nothing is copied, unless all slices go on as one, or to the host.
-  const bool goes_on = reduction.replicas() != nullptr || (unit.offloaded() && has_streams(unit.device()));
+  const bool goes_on =
+      reduction.replicas() != nullptr || reduction.hook || (unit.offloaded() && has_streams(unit.device()));
   const bool in_place = !reduction.scatters && !goes_on;
   if (!in_place) {
-    reduction.flat = at::empty({numel}, at::TensorOptions().dtype(dtype).device(unit.device()));
+    const auto options = at::TensorOptions().dtype(dtype).device(unit.device());
+    reduction.flat = reduction.hook ? at::zeros({numel}, options) : at::empty({numel}, options);
   }
   int64_t offset = 0;
   for (size_t i = 0; i < reduction.params.size(); ++i) {
     const Param& param = *reduction.params[i];
     const int64_t length = param.layout().length(param.rank());
     args.slices.push_back(view_into(in_place ? args.wholes[i] : reduction.flat, dtype, length, in_place ? 0 : offset));
-    offset += aligned(length, dtype);
+    offset += reduction.room_for(param, dtype);
   }
   const bool all_reduced_later = reduction.replicas() != nullptr;
   args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : reduction.divide_by;
@@ -313,7 +315,9 @@ void Reducer::deliver(Reduction& reduction) {
   const Stream here = current_stream(unit.device());
   reduction.scattered.block(here);
   reduction.reduced.block(here);
-  run_all_reduce_hook(unit, reduction.slices);
+  if (reduction.hook) {
+    run_hook(unit, reduction.hook, reduction.flat);
+  }
   if (shards_are_pinned_on_host(unit, reduction.params)) {
     wait_stream(unit.runtime().reduce_stream(), here);
     start_copies(reduction);

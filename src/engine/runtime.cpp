@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/engine.h>
 
 #include "base/caller.h"
@@ -14,6 +15,7 @@
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
+#include "engine/running_calls.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -94,6 +96,9 @@ void Runtime::adopt(Runtime& other) {
   other.reducer_.deliver_copies();
   other.deliver_gradients();
   in_step_ = in_step_ || other.in_step_;
+  in_forward_ = in_forward_ || other.in_forward_;
+  expects_calls_ = expects_calls_ || other.expects_calls_;
+  forward_graph_.take(other.forward_graph_);
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   awaits_step_ = awaits_step_ || other.awaits_step_;
   const auto written = std::exchange(other.written_unseen_, {});
@@ -112,14 +117,15 @@ void Runtime::adopt(Runtime& other) {
   evaluating_.forget();
 }
 
-void Runtime::write(Unit& unit, const Param& param) {
+void Runtime::write(Unit& unit, Param& param) {
   auto guard = lock();
   InternalScope scope;
+  param.values_change(); // for graphs that no forward has made: whoever goes back through them is told
   if (param.bucket().is_private()) {
     return;
   }
   FSDP_CHECK(
-      !in_step_ && !backward_queued_,
+      !needs_old_values() && !backward_queued_,
       "[write to parameter] '{}' was written between the beginning of a forward and the end of its backward, where the "
       "graph still needs its old value. Write it before the forward or after the backward (after a forward without "
       "backward, call reset_iter_state() on the root first, or run that forward in no-grad mode)",
@@ -140,6 +146,24 @@ void Runtime::forward_begins() {
   if (!std::exchange(in_step_, true)) {
     follow_requires_grad();
   }
+  in_forward_ = in_forward_ || !expects_calls_ || running_calls::any();
+}
+
+void Runtime::forward_ends() {
+  if (!in_step_) {
+    return;
+  }
+  auto guard = lock();
+  forward_graph_.forget_what_is_gone();
+  for (const Unit* unit : units_) {
+    for (size_t i = 0; unit != nullptr && i < unit->params().size(); ++i) {
+      unit->params()[i]->note_in(forward_graph_);
+    }
+  }
+}
+
+bool Runtime::needs_old_values() const {
+  return in_step_ && in_forward_ && (!expects_calls_ || running_calls::any() || forward_graph_.lives());
 }
 
 void Runtime::check_not_broken(const char* operation) const {
@@ -154,6 +178,21 @@ void Runtime::follow_requires_grad() {
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       unit->follow_requires_grad();
+    }
+  }
+}
+
+void Runtime::follow_profiler() {
+  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  const bool looked_at = callbacks && callbacks->needs_inputs_;
+  if (looked_at == looked_at_) {
+    return;
+  }
+  auto guard = lock();
+  looked_at_ = looked_at;
+  for (Unit* unit : units_) {
+    if (unit != nullptr) {
+      unit->let_look(looked_at);
     }
   }
 }
@@ -196,6 +235,7 @@ void Runtime::begin_backward() {
   if (backward_queued_) {
     return;
   }
+  follow_profiler();
   const BackwardGraph graph = CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
   backward_queued_ = true;
   graph_ = graph.id();
@@ -325,7 +365,8 @@ void Runtime::finish_backward() {
   }
   if (step_is_over) {
     training_.end_step();
-    in_step_ = false;
+    in_step_ = in_forward_ = false;
+    forward_graph_.clear();
   }
   backward_queued_ = false;
   last_ = nullptr;
@@ -415,7 +456,8 @@ void Runtime::reset() {
   ++backward_; // what the broken one has queued may go later
   broken_ = false;
   delivered_.clear();
-  in_step_ = false;
+  in_step_ = in_forward_ = false;
+  forward_graph_.clear();
   is_last_backward_ = true;
   last_ = nullptr;
 }

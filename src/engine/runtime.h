@@ -13,6 +13,7 @@
 
 #include "base/stream.h"
 #include "engine/events.h"
+#include "engine/forward_graph.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 
@@ -66,18 +67,33 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// A step begins, on all ranks. `certainly`: the program has said so, where else a touch is all there is.
   void begin_step(bool certainly);
   /// A handle is about to be written outside a step.
-  void write(Unit& unit, const Param& param);
+  void write(Unit& unit, Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
   void forward_begins();
+  /// The program says when modules are called (`running_calls`): a graph made outside of all calls is no forward.
+  void expect_calls() {
+    expects_calls_ = true;
+  }
   /// The program says when a step begins: its root is being called.
   void note_call() {
     calls_are_noted_ = true;
   }
   /// Custom functions ask handles whether they require gradients before any operator sees them.
   void follow_requires_grad();
+  /// A profiler that notes what operators are given (`record_shapes`) sees them before we do. Asks whether one does.
+  void follow_profiler();
+  /// Whether handles without memory may be asked where it is.
+  bool is_looked_at() const {
+    return looked_at_;
+  }
   bool in_step() const {
     return in_step_;
   }
+  /// A call of a module is over.
+  void forward_ends();
+  /// Between a forward and the end of its backward, which still needs the values that handles had: as long as what was
+  /// recorded lives, where the program says when modules are called.
+  bool needs_old_values() const;
   /// Whether a backward has reached a unit and is not over.
   bool in_backward() const {
     return backward_queued_;
@@ -181,9 +197,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool unseen_writes_ = false; // possible since backward has ended, or the program said so
   bool awaits_step_ = false; // since then
   bool calls_are_noted_ = false; // the program says when a step begins
+  std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
   bool in_step_ = false;
+  bool in_forward_ = false; // the step's graph is a forward's
+  ForwardGraph forward_graph_; // of the calls in this step
+  bool expects_calls_ = false;
   bool backward_queued_ = false;
   int graph_ = -1; // that backward goes through
   bool gradients_arrived_ = false; // in this backward

@@ -52,6 +52,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   const bool training = trains(phase); // before the scope below turns grad mode off
   Schedule& schedule = training ? training_ : evaluating_;
   InternalScope scope;
+  follow_profiler();
   const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
   if (phase == Phase::kBackward) {
     begin_backward();

@@ -497,10 +497,15 @@ void Unit::settle_replaced_shards() {
 }
 
 void Unit::check_materialized() const {
-  std::vector<std::string> missing;
-  for (const auto& param : params_) {
-    if (param->on_meta()) {
-      missing.push_back(param->name());
+  if (std::none_of(params_.begin(), params_.end(), [](const auto& param) { return param->on_meta(); })) {
+    return;
+  }
+  std::vector<std::string> missing; // here, and in the units that will be asked next
+  for (const Unit* unit : runtime_->units()) {
+    for (size_t i = 0; unit != nullptr && i < unit->params_.size(); ++i) {
+      if (unit->params_[i]->on_meta()) {
+        missing.push_back(unit->params_[i]->name());
+      }
     }
   }
   FSDP_CHECK(
@@ -548,6 +553,12 @@ int64_t Unit::gradient_bytes() const {
 void Unit::follow_requires_grad() {
   for (auto& param : params_) {
     param->follow_requires_grad();
+  }
+}
+
+void Unit::let_look(bool looked_at) {
+  for (auto& param : params_) {
+    param->let_look(looked_at);
   }
 }
 

@@ -239,6 +239,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// What was kept for a gather among neighbours may be old.
   void drop_shares();
   void follow_requires_grad();
+  void let_look(bool looked_at);
   /// After a step that broke off.
   void reset();
 

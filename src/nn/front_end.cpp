@@ -1,10 +1,14 @@
 #include <fsdp/front_end.h>
 
+#include <algorithm>
+
+#include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 
 #include "base/caller.h"
 #include "base/check.h"
 #include "engine/internal_scope.h"
+#include "engine/running_calls.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -24,6 +28,42 @@ engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
 
 bool belongs_to_unit(const at::Tensor& tensor) {
   return engine::param_of(tensor) != nullptr;
+}
+
+bool is_intact_handle(const at::Tensor& tensor) {
+  const engine::Param* param = engine::param_of(tensor);
+  return param != nullptr && param->is_handle(tensor);
+}
+
+void restore_handle(const FSDPModule& module, const at::Tensor& handle) {
+  const auto& params = module.unit()->params();
+  const auto found =
+      std::find_if(params.begin(), params.end(), [&](const auto& param) { return param->is_handle(handle); });
+  if (is_intact_handle(handle) || found == params.end()) {
+    return;
+  }
+  c10::AutoGradMode no_grad(false);
+  engine::Param& param = **found;
+  FSDP_CHECK(
+      handle.sizes() == c10::IntArrayRef(param.layout().sizes()),
+      "[set data of parameter] '{}' has sizes {}, and was given data of sizes {}: a sharded parameter keeps its sizes; "
+      "resize the model (resize_token_embeddings, say) before fully_shard",
+      param.name(),
+      c10::IntArrayRef(param.layout().sizes()),
+      handle.sizes());
+  const at::Tensor given = handle.clone(); // which may be another handle's
+  {
+    auto lock = module.unit()->runtime().lock();
+    param.become_handle(handle, param.gathered_dtype(), module.unit()->device());
+    module.unit()->place(param);
+  }
+  if (!param.on_meta() && !at::equal(handle, given.to(handle.options()))) {
+    handle.copy_(given);
+  }
+}
+
+FSDPModule module_of(const at::Tensor& shard) {
+  return FSDPModule(param_behind(shard, "module_of").unit().shared_from_this());
 }
 
 at::Tensor handle_of(const at::Tensor& shard) {
@@ -50,11 +90,7 @@ void set_caller(
   set_caller(Caller{let_go, take_back, raise, interruption});
 }
 
-void note_call(const FSDPModule& module) {
-  if (module.unit()->parent() != nullptr) {
-    return;
-  }
-  auto& runtime = module.unit()->runtime();
+static void begin_root(engine::Runtime& runtime) {
   runtime.note_call();
   runtime.follow_requires_grad();
   if (c10::GradMode::is_enabled() && runtime.awaits_step()) {
@@ -62,6 +98,32 @@ void note_call(const FSDPModule& module) {
     auto lock = runtime.lock();
     engine::InternalScope scope;
     runtime.begin_step(/*certainly=*/true);
+  }
+}
+
+ModuleCall::ModuleCall(const FSDPModule& module) : module_(module) {
+  auto& runtime = module.unit()->runtime();
+  runtime.follow_profiler();
+  if (module.unit()->parent() == nullptr) {
+    begin_root(runtime);
+  }
+  engine::running_calls::begin();
+}
+
+ModuleCall::~ModuleCall() {
+  engine::running_calls::end();
+  if (!engine::running_calls::any()) {
+    module_.unit()->runtime().forward_ends();
+  }
+}
+
+void expect_calls(const FSDPModule& module) {
+  module.unit()->runtime().expect_calls();
+}
+
+void check_materialized(const FSDPModule& module) {
+  if (module.unit()->has_params_on_meta()) {
+    module.unit()->check_materialized();
   }
 }
 

@@ -79,7 +79,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   engine::InternalScope scope;
   auto guard = unit->runtime().lock();
   FSDP_CHECK(
-      !unit->runtime().in_step(),
+      !unit->runtime().needs_old_values(),
       "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
       "or after (after a forward without backward, call reset_iter_state() on the root first)");
   unit->unshard_as_stored(options.offload_to_cpu ? c10::Device(c10::kCPU) : unit->device(), visible);

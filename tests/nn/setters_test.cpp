@@ -35,6 +35,24 @@ TEST_P(Setters, AnAllReduceHookChangesGradients) {
   });
 }
 
+TEST_P(Setters, AnAllReduceHookIsGivenAUnitsGradientsInOneTensor) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 5);
+    auto unit = fully_shard(*model);
+    std::vector<at::Tensor> given;
+    unit.set_all_reduce_hook([&](at::Tensor& gradients) { given.push_back(gradients.clone()); });
+    gradient_of_step(model);
+    ASSERT_EQ(given.size(), 1u);
+    const int64_t rows = (5 + world_size() - 1) / world_size(); // of the first rank, and as many on the others
+    ASSERT_EQ(given[0].sizes(), at::IntArrayRef({rows * 4 + rows}));
+    const auto weight = model->parameters()[0].grad(), bias = model->parameters()[1].grad();
+    EXPECT_TRUE(torch::equal(given[0].narrow(0, 0, weight.numel()), weight.flatten()));
+    EXPECT_TRUE(torch::equal(given[0].narrow(0, rows * 4, bias.numel()), bias));
+    EXPECT_FLOAT_EQ(
+        given[0].abs().sum().item<float>(), weight.abs().sum().item<float>() + bias.abs().sum().item<float>());
+  });
+}
+
 TEST_P(Setters, TheDivideFactorHasTwoNames) {
   on_threads(GetParam(), [] {
     nn::Linear model(4, 4);

@@ -139,6 +139,38 @@ class ScaledOnTheWire(Wrapper):
         return Scaled(data, scale), outputs
 
 
+class Coded(Wrapper):
+    """Frozen numbers of a table, as 4-bit weights are stored: each is sent as its place there. Can be split, and read."""
+
+    inner = ("codes", "table")
+
+    @staticmethod
+    def shown_dtype(first):
+        return torch.float32
+
+    @classmethod
+    def of(cls, values, table):
+        return cls((values.detach().unsqueeze(-1) - table).abs().argmin(-1).to(torch.uint8), table)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args, kwargs=None):
+        aten = torch.ops.aten
+        if func is aten.split.Tensor:
+            return [cls(codes, args[0].table) for codes in func(args[0].codes, *args[1:], **(kwargs or {}))]
+        if func is aten.detach.default:
+            return cls(args[0].codes.detach(), args[0].table.detach())
+        if func not in (aten.t.default, aten.mm.default, aten.addmm.default):
+            raise NotImplementedError(f"{cls.__name__} has no {func}")
+        values = lambda x: x.table[x.codes.long()]  # noqa: E731
+        return func(*tree_map_only(cls, values, args), **tree_map_only(cls, values, kwargs or {}))
+
+    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
+        return (self.codes,), self.table
+
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        return Coded(outputs[0], metadata), outputs
+
+
 def wrapped(model, kind):
     """The weights of all linear modules, wrapped."""
     for module in model.modules():

@@ -56,7 +56,7 @@ def test_writes_and_summons_between_a_forward_and_its_backward():
     reference_backward(reference, loss_of, rows(0, 5))
     check_same(model, reference)
     check_same(model, reference, what="gradients")
-    loss_of(model, mine(rows(1, 5)))
+    loss = loss_of(model, mine(rows(1, 5)))
     check_refused()
     model.reset_iter_state()
     with torch.no_grad():
@@ -64,6 +64,14 @@ def test_writes_and_summons_between_a_forward_and_its_backward():
             each[0].weight.zero_()
     with libfsdp.summon_full_params(model):
         assert torch.equal(model[0].weight, torch.zeros(7, 5))
+    loss = loss_of(model, mine(rows(1, 5)))
+    check_refused()
+    del loss  # no backward will come
+    with torch.no_grad():
+        for each in (model, reference):
+            each[0].weight.fill_(1)
+    with libfsdp.summon_full_params(model):
+        assert torch.equal(model[0].weight, torch.ones(7, 5))
     check_same(model, reference)
 
 

@@ -52,7 +52,7 @@ def test_different_units_on_different_ranks_are_a_comm_error():
 def test_a_mistake_in_an_operator_is_the_librarys_error():
     model = fully_shard(nn.Linear(2, 2))
     with pytest.raises(libfsdp.Error, match="was written between the beginning"):
-        model(torch.ones(1, 2))
+        out = model(torch.ones(1, 2))  # noqa: F841  its graph
         with torch.no_grad():
             model.weight.zero_()
 

@@ -490,8 +490,12 @@ def test_describe():
 
 
 @on_ranks(2, comm=("shm",))
-def test_data_put_in_a_parameters_place_are_an_error_in_backward():
-    model = fully_shard(nn.Linear(4, 4))
-    model.weight.data = torch.ones(4, 4)
+def test_data_put_in_a_parameters_place_within_a_forward_are_an_error_in_backward():
+    class Replaces(nn.Linear):
+        def forward(self, x):
+            self.weight.data = torch.ones(4, 4)
+            return super().forward(x)
+
+    model = fully_shard(Replaces(4, 4))
     with pytest.raises(libfsdp.Error, match="the data of 'weight' were replaced"):
         model(torch.ones(2, 4)).sum().backward()
