@@ -337,10 +337,13 @@ void Unit::unshard_as_stored(c10::Device device, bool show) {
     bucket->check_writable();
     copies.push_back(bucket->put_together(device, label("summon_full_params")));
   }
-  if (!show || is_private()) {
+  if (is_private()) {
     return;
   }
-  reshard();
+  reshard(); // also where nothing is shown: what one rank gathers next, all gather
+  if (!show) {
+    return;
+  }
   for (size_t i = 0; i < buckets_.size(); ++i) {
     buckets_[i]->make_private(std::move(copies[i]));
     buckets_[i]->expect_writes();

@@ -324,6 +324,21 @@ TEST_P(Summon, WhereWritingBackFailsNothingStaysGathered) {
   });
 }
 
+// Else one rank would gather in the next forward what the others have.
+TEST_P(Summon, ForOneRankLeavesTheSameUnitsWholeOnAll) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3));
+    auto root = fully_shard(model);
+    {
+      const torch::NoGradGuard no_grad;
+      model->forward(torch::ones({2, 5}));
+    }
+    EXPECT_EQ(root.unit()->state(), engine::UnitState::kWhole);
+    summon_full_params(model, {.writeback = false, .rank0_only = true}).end();
+    EXPECT_EQ(root.unit()->state(), engine::UnitState::kSharded);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Summon, ::testing::Values(1, 2, 3, 4));
 
 } // namespace
