@@ -6,10 +6,9 @@ namespace fsdp::detail {
 
 void refuse_empty_module(const char* operation) {
   fail(
-      "[",
-      operation,
-      "] expected a module, got an empty holder or a null pointer (nn::Linear fc{nullptr}, say): construct the module "
-      "before");
+      "[{}] expected a module, got an empty holder or a null pointer (nn::Linear fc{nullptr}, say): construct the "
+      "module before",
+      operation);
 }
 
 } // namespace fsdp::detail

@@ -35,14 +35,11 @@ void check_new_data(const at::Tensor& shard, const at::Tensor& data) {
   const Param* param = param_of_shard(shard);
   FSDP_CHECK(
       param == nullptr || data.sizes() == shard.sizes() || !has_sizes_of_whole(data, *param),
-      "[torch::load] expected this rank's piece of '",
+      "[torch::load] expected this rank's piece of '{}', of sizes {}, got the whole, of sizes {}: load a model's file "
+      "before fully_shard, or on all ranks in the scope of `auto guard = fsdp::summon_full_params(model);`",
       param->name(),
-      "', of sizes ",
       shard.sizes(),
-      ", got the whole, of sizes ",
-      data.sizes(),
-      ": load a model's file before fully_shard, or on all ranks in the scope of ",
-      "`auto guard = fsdp::summon_full_params(model);`");
+      data.sizes());
 }
 
 void set_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -83,10 +80,10 @@ bool may_take_data(const at::Tensor& tensor, const at::Tensor& data) {
     called_by_torch([&] {
       FSDP_CHECK(
           tensor.sizes() != c10::IntArrayRef(piece->whole_sizes),
-          "[Module::clone] expected a module that is not sharded, got one where '",
-          piece->name,
-          "' is: its copy would consist of this rank's pieces. Use fsdp::clone(model), or model->clone() in the scope "
-          "of `auto guard = fsdp::summon_full_params(model);`");
+          "[Module::clone] expected a module that is not sharded, got one where '{}' is: its copy would consist of "
+          "this rank's pieces. Use fsdp::clone(model), or model->clone() in the scope of `auto guard = "
+          "fsdp::summon_full_params(model);`",
+          piece->name);
     });
   }
   return tensor.unsafeGetTensorImpl()->has_compatible_shallow_copy_type(data.key_set());

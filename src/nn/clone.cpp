@@ -80,9 +80,9 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
       if (recipe.unit.get() == &param->unit()) {
         FSDP_CHECK(
             !param->bucket().options().extended,
-            "[clone] '",
-            slot.path,
-            "' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its state_dict");
+            "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
+            "state_dict",
+            slot.path);
         recipe.placements[slot.path] = {param->layout().dim(), param->bucket().options().mesh};
       }
     }
@@ -201,24 +201,21 @@ void check_same_names(const char* what, const std::vector<std::string>& wanted, 
   const auto [one, other] = std::mismatch(wanted.begin(), wanted.end(), got.begin(), got.end());
   FSDP_CHECK(
       one == wanted.end() && other == got.end(),
-      "[clone] expected a copy built like the model, whose ",
+      "[clone] expected a copy built like the model, whose {}{}, got one where they {}: build it with the same "
+      "arguments",
       what,
       one == wanted.end() ? " end there" : " go on with '" + *one + "'",
-      ", got one where they ",
-      other == got.end() ? "end" : "go on with '" + *other + "'",
-      ": build it with the same arguments");
+      other == got.end() ? "end" : "go on with '" + *other + "'");
 }
 
 void check_same_sizes(const std::string& path, c10::IntArrayRef wanted, c10::IntArrayRef got) {
   FSDP_CHECK(
       wanted == got,
-      "[clone] expected a copy built like the model, where '",
+      "[clone] expected a copy built like the model, where '{}' has sizes {}, got one where it has {}: build it with "
+      "the same arguments",
       path,
-      "' has sizes ",
       wanted,
-      ", got one where it has ",
-      got,
-      ": build it with the same arguments");
+      got);
 }
 
 /// All slots, then all buffers.
@@ -243,9 +240,9 @@ class SameTies {
                       originals_.try_emplace(copy, original).first->second == original;
     FSDP_CHECK(
         same,
-        "[clone] expected a copy whose parameters share tensors as the model's do, got one where '",
-        path,
-        "' does not: tie the same weights in it");
+        "[clone] expected a copy whose parameters share tensors as the model's do, got one where '{}' does not: tie "
+        "the same weights in it",
+        path);
   }
 
  private:
@@ -265,9 +262,8 @@ Pairs check_alike(torch::nn::Module& module, torch::nn::Module& copy) {
     const at::Tensor& tensor = copies[i].second;
     FSDP_CHECK(
         engine::param_of(tensor) == nullptr,
-        "[clone] expected a copy as it was built, got one that is sharded ('",
-        path,
-        "' is): leave that to clone");
+        "[clone] expected a copy as it was built, got one that is sharded ('{}' is): leave that to clone",
+        path);
     const auto* param = engine::param_of(original);
     check_same_sizes(path, param != nullptr ? param->layout().sizes() : original.sizes(), tensor.sizes());
     const void* identity = param;
@@ -327,21 +323,17 @@ void ema_update_(ModuleRef given_average, ConstModuleRef given_model, double dec
   auto average_buffers = average.buffers(), buffers = model.buffers();
   FSDP_CHECK(
       averages.size() == values.size() && average_buffers.size() == buffers.size(),
-      "[ema_update_] the average has ",
+      "[ema_update_] the average has {} parameters and the model {}: make the average with fsdp::clone(model)",
       averages.size(),
-      " parameters and the model ",
-      values.size(),
-      ": make the average with fsdp::clone(model)");
+      values.size());
   for (size_t i = 0; i < averages.size(); ++i) {
     FSDP_CHECK(
         averages[i].sizes() == values[i].sizes(),
-        "[ema_update_] shard ",
+        "[ema_update_] shard {} has sizes {} in the average and {} in the model: make the average with "
+        "fsdp::clone(model)",
         i,
-        " has sizes ",
         averages[i].sizes(),
-        " in the average and ",
-        values[i].sizes(),
-        " in the model: make the average with fsdp::clone(model)");
+        values[i].sizes());
     if (averages[i].is_floating_point() || averages[i].is_complex()) {
       averages[i].lerp_(values[i].detach(), 1 - decay);
     } else {

@@ -27,11 +27,11 @@ void check_holds_no_shards(const torch::jit::Module& archive) {
     const engine::Param* param = engine::param_of(item.value);
     FSDP_CHECK(
         param == nullptr || !param->shard().is_same(item.value) || last_part(param->name()) != item.name,
-        "[torch::save] expected a module with whole parameters, got one where '",
-        param->name(),
-        "' is sharded: the file would hold this rank's piece of it. Save in the scope of `auto guard = ",
-        "fsdp::summon_full_params(model, {.writeback = false, .rank0_only = true});`, made on all ranks, on rank 0. ",
-        "(Pieces: torch::save(model->parameters(), file), a file a rank)");
+        "[torch::save] expected a module with whole parameters, got one where '{}' is sharded: the file would hold "
+        "this rank's piece of it. Save in the scope of `auto guard = fsdp::summon_full_params(model, {.writeback = "
+        "false, .rank0_only = true});`, made on all ranks, on rank 0. (Pieces: torch::save(model->parameters(), file), "
+        "a file a rank)",
+        param->name());
   }
   for (const auto& child : archive.children()) {
     check_holds_no_shards(child);
