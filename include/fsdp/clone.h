@@ -18,9 +18,8 @@ std::shared_ptr<ModuleType> clone(const std::shared_ptr<ModuleType>& module) {
   return std::dynamic_pointer_cast<ModuleType>(clone(ModuleRef(module)));
 }
 
-template <typename Holder>
-requires std::is_base_of_v<torch::nn::ModuleHolder<typename Holder::ContainedType>, Holder> Holder
-clone(const Holder& module) {
+template <detail::HoldsModule Holder>
+Holder clone(const Holder& module) {
   return std::dynamic_pointer_cast<typename Holder::ContainedType>(clone(ModuleRef(module)));
 }
 

@@ -15,20 +15,29 @@ namespace fsdp {
 
 namespace detail {
 [[noreturn]] FSDP_API void refuse_empty_module(const char* operation);
-}
 
-/// A module in any form in which programs have one: the module itself, a holder (`nn::Linear`), a `std::shared_ptr`.
-/// Made implicitly, for the time of a call: it does not keep the module alive.
+template <typename From, typename To>
+concept PointsTo = std::is_convertible_v<From*, To*>;
+
+/// `nn::Linear`, or another class made by TORCH_MODULE.
+template <typename Holder>
+concept HoldsModule = std::is_base_of_v<torch::nn::ModuleHolder<typename Holder::ContainedType>, Holder>;
+} // namespace detail
+
+/// A module in any form in which programs have one: the module itself, a holder (`nn::Linear`), a pointer. Made
+/// implicitly, for the time of a call: it does not keep the module alive.
 template <typename Module>
 class BasicModuleRef {
  public:
   BasicModuleRef(Module& module) : module_(&module) {}
-  template <typename Contained>
-  requires std::is_convertible_v<Contained*, Module*> BasicModuleRef(const torch::nn::ModuleHolder<Contained>& holder)
+  BasicModuleRef(Module* module) : module_(module) {}
+  template <detail::PointsTo<Module> Contained>
+  BasicModuleRef(const torch::nn::ModuleHolder<Contained>& holder)
       : module_(holder.is_empty() ? nullptr : holder.ptr().get()) {}
-  template <typename Pointed>
-  requires std::is_convertible_v<Pointed*, Module*> BasicModuleRef(const std::shared_ptr<Pointed>& module)
-      : module_(module.get()) {}
+  template <detail::PointsTo<Module> Pointed>
+  BasicModuleRef(const std::shared_ptr<Pointed>& module) : module_(module.get()) {}
+  template <detail::PointsTo<Module> Pointed>
+  BasicModuleRef(const std::unique_ptr<Pointed>& module) : module_(module.get()) {}
 
   /// The module; an Error of this operation's if there is none, in a holder or pointer that is empty.
   Module& for_operation(const char* operation) const {

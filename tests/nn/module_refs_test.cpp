@@ -66,6 +66,19 @@ TEST_P(ModuleRefs, SharedPointers) {
   });
 }
 
+TEST_P(ModuleRefs, OtherPointers) {
+  on_threads(GetParam(), [] {
+    const auto model = std::make_unique<TwoLayersImpl>();
+    fully_shard({model->first.get(), model->second.get()});
+    fully_shard(model, {.reshard_after_forward = true});
+    TwoLayersImpl* pointer = model.get();
+    EXPECT_EQ(as_fsdp(pointer).unit(), as_fsdp(model).unit());
+    EXPECT_EQ(parameters(pointer).size(), 4u);
+    const torch::NoGradGuard no_grad;
+    EXPECT_TRUE(torch::equal(call(pointer, torch::ones({3, 4})), call(model, torch::ones({3, 4}))));
+  });
+}
+
 TEST_P(ModuleRefs, ModulesOfASequence) {
   on_threads(GetParam(), [] {
     nn::Sequential model(nn::Linear(4, 6), nn::ReLU(), nn::Linear(6, 2));
@@ -117,6 +130,7 @@ TEST(EmptyModuleRefs, AreRefused) {
   on_threads(1, [] {
     expect_refused(TwoLayers{nullptr});
     expect_refused(std::shared_ptr<TwoLayersImpl>());
+    expect_refused(static_cast<TwoLayersImpl*>(nullptr));
   });
 }
 
