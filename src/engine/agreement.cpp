@@ -2,14 +2,15 @@
 
 #include <algorithm>
 
-#include <c10/util/StringUtil.h>
 #include <c10/util/hash.h>
+
+#include "base/phrase.h"
 
 namespace fsdp::engine {
 namespace {
 
 std::string digest_of(const std::string& text) {
-  return c10::sha1(c10::str(text.size(), " ", text)).str(); // of nothing it has none
+  return c10::sha1(phrase("{} {}", text.size(), text)).str(); // of nothing it has none
 }
 
 OtherText ask(Group& group, const std::string& text, const Label& label) {

@@ -106,12 +106,10 @@ class TensorMethods final : public ForwardingHooks {
     const Param* param = Registering::now || !self.requires_grad() ? nullptr : param_of_shard(self);
     FSDP_CHECK(
         param == nullptr || is_in_a_graph(self),
-        "[autograd] '",
-        param->name(),
-        "' was given as an input of autograd::grad or autograd::backward, as the shard that parameters() gives, of "
-        "which ",
-        "the graph knows nothing: give the module's member, whose gradient is this rank's, whole and not reduced; or ",
-        "call loss.backward(gradient, retain_graph, create_graph, inputs), which takes shards");
+        "[autograd] '{}' was given as an input of autograd::grad or autograd::backward, as the shard that parameters() "
+        "gives, of which the graph knows nothing: give the module's member, whose gradient is this rank's, whole and "
+        "not reduced; or call loss.backward(gradient, retain_graph, create_graph, inputs), which takes shards",
+        param->name());
     return ForwardingHooks::output_nr(self);
   }
 };

@@ -16,7 +16,7 @@ namespace {
 
 engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
   engine::Param* param = engine::param_of(tensor);
-  FSDP_CHECK(param != nullptr, "[", operation, "] expected a sharded parameter, got another tensor");
+  FSDP_CHECK(param != nullptr, "[{}] expected a sharded parameter, got another tensor", operation);
   return *param;
 }
 

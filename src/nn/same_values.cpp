@@ -90,13 +90,11 @@ void warn_of_other_values(
   }
   const auto [letter, theirs] = std::mismatch(mine.begin(), mine.end(), other.text.begin(), other.text.end());
   log::warn(
-      "[fully_shard] rank 0 and rank ",
+      "[fully_shard] rank 0 and rank {} give '{}' different values, and perhaps others: each rank keeps its part of "
+      "its own, so that the whole is neither's. Seed the generators alike, or set "
+      "FullyShardOptions::sync_module_states; if a checkpoint is loaded next, nothing has to be done",
       other.rank,
-      " give '",
-      params[(letter - mine.begin()) / kLetters].name,
-      "' different values, and perhaps others: each rank keeps its part of its own, so that the whole is neither's. "
-      "Seed the generators alike, or set FullyShardOptions::sync_module_states; if a checkpoint is loaded next, "
-      "nothing has to be done");
+      params[(letter - mine.begin()) / kLetters].name);
 }
 
 void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor>& buffers) {

@@ -86,15 +86,12 @@ class Search {
       path += *part + ".";
     }
     fail(
-        "[",
+        "[{}] '{}{}' was registered below a sharded module after fully_shard, and is not sharded: each rank would "
+        "train it on its own. Call fully_shard on the module that was added, or freeze it; what is to stay as it is "
+        "belongs in ignored_params",
         operation_,
-        "] '",
         path,
-        name,
-        "' was registered below a sharded module after fully_shard, and is not sharded: each rank would train it on "
-        "its "
-        "own. Call fully_shard on the module that was added, or freeze it; what is to stay as it is belongs in "
-        "ignored_params");
+        name);
   }
 
   const char* operation_;
