@@ -11,9 +11,12 @@
 
 namespace fsdp::optim {
 
-/// AdamW in one fused pass over all shards of a group: the numbers, options, parameter groups and state of
-/// `torch::optim::AdamW` (so either loads the other's), several times faster. Any tensors may be given, not only
-/// shards.
+/// AdamW in one fused pass over all shards of a group: the options, parameter groups and state of `torch::optim::AdamW`
+/// (so either loads the other's), several times faster. Any tensors may be given, not only shards.
+/// Its numbers are LibTorch's but for rounding, since LibTorch's depend on where a tensor ends, and shards end
+/// elsewhere than wholes. After 20 steps parameters in float32 and float64 are within 4 units in the last place of
+/// LibTorch's, their averages within 1. In bfloat16, where LibTorch rounds after each of its operators and this once,
+/// they are within 16 and 32.
 class FSDP_API AdamW : public torch::optim::Optimizer {
  public:
   explicit AdamW(

@@ -389,10 +389,14 @@ bool Param::shard_was_replaced() const {
 }
 
 void Param::shard_was_given_data() {
+  keep_for_holders();
+  know_shard_again();
+}
+
+void Param::keep_for_holders() {
   for (const auto& holder : forgetful_) {
     holder.keep(handle());
   }
-  know_shard_again();
 }
 
 void Param::know_shard_again() {

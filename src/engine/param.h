@@ -108,7 +108,8 @@ class alignas(64) Param {
   /// Whether data that the handle's tensor is given can go to the shard, as values of the whole.
   bool takes_values_of_handle() const;
   void take_values(const at::Tensor& whole);
-  /// A holder of the handle that loses it when the shard is given data, as LibTorch's recurrent modules do.
+  /// A holder of the handle that may lose it when the registered tensor is given data, as LibTorch's recurrent modules
+  /// do.
   struct Forgetful {
     std::function<void(const at::Tensor& handle)> keep; ///< it may be about to
     std::function<void()> remind; ///< somebody was given the shard in the handle's place
@@ -116,6 +117,7 @@ class alignas(64) Param {
   void add_holder(Forgetful holder) {
     forgetful_.push_back(std::move(holder));
   }
+  void keep_for_holders();
   void remind_holders() const;
   /// Takes over the data that users put behind what they are shown.
   void adopt_replacement();

@@ -93,6 +93,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
     // An alias: users may give their tensor other data. A copy, where another guard shows it on a device.
     const at::Tensor copy = unit->private_copy(*param);
     const at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
+    param->keep_for_holders(); // of a recurrent module, whose `to()` may come
     wholes[param.get()] = (whole.is_same(copy) ? copy.alias() : whole).set_requires_grad(param->trainable());
   }
 }
@@ -157,6 +158,9 @@ void SummonedParams::Impl::restore() {
 
 void SummonedParams::Impl::give_back(Unit& unit) {
   auto guard = unit.runtime().lock();
+  for (const auto& param : unit.params()) {
+    param->remind_holders();
+  }
   unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
   const bool writes = options.writeback && unit.is_private();
   try {

@@ -204,6 +204,33 @@ TEST_P(Moving, AfterAForwardARecurrentModuleHoldsItsHandlesAgain) {
   });
 }
 
+TEST_P(Moving, ARecurrentModuleWhileItIsShownWhole) {
+  on_threads(GetParam(), [] {
+    nn::LSTM model(5, 6);
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& parameter : model->parameters()) {
+        parameter.fill_(0.25);
+      }
+    }
+    const auto x = torch::ones({3, 1, 5});
+    const auto run = [&] { return std::get<0>(model->forward(x)); };
+    const auto expected = run();
+    fully_shard(*model);
+    for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+      {
+        const auto guard = summon_full_params(*model);
+        model->to(dtype);
+      }
+      model->zero_grad();
+      const auto y = run();
+      EXPECT_TRUE(torch::equal(y, expected));
+      y.sum().backward();
+      EXPECT_TRUE(model->parameters()[0].grad().defined());
+    }
+  });
+}
+
 TEST_P(Moving, AModelThatIsDroppedAfterwardsIsFreed) {
   on_threads(GetParam(), [] {
     std::weak_ptr<engine::Unit> unit;

@@ -283,6 +283,41 @@ TEST(ClipGradNormSharded, HybridAndSeveralMeshes) {
   }
 }
 
+// Shards that were given other data are shards: their squares are summed over the ranks.
+TEST_P(OnRanks, TheNormRightAfterTo) {
+  on_threads(GetParam(), [] {
+    Net net = make_net();
+    shard(net);
+    loss_of(net, 0).backward();
+    const double before = clip_grad_norm_(*net, 1e9).item<double>();
+    net->to(torch::kDouble);
+    EXPECT_NEAR(clip_grad_norm_(net->parameters(), 1e9).item<double>(), before, 1e-6 * before);
+    EXPECT_NEAR(clip_grad_norm_(*net, 1e9).item<double>(), before, 1e-6 * before);
+  });
+}
+
+// LibTorch adds squares in float32, we in float64: the header says by how much they differ.
+TEST(ClipGradNormAgainstTorch, IsTheSameUpToItsRounding) {
+  double farthest_norm = 0, farthest_gradient = 0;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    std::vector<Tensor> ours, theirs;
+    for (const int64_t size : {3, 1000, 100003, 1000003}) {
+      for (auto* list : {&ours, &theirs}) {
+        list->push_back(torch::zeros({size}).requires_grad_());
+        list->back().mutable_grad() = torch::randn({size}, torch::make_generator<at::CPUGeneratorImpl>(seed));
+      }
+    }
+    const double wanted = torch::nn::utils::clip_grad_norm_(theirs, 1.0);
+    farthest_norm = std::max(farthest_norm, std::abs(clip_grad_norm_(ours, 1.0).item<double>() / wanted - 1));
+    for (size_t i = 0; i < ours.size(); ++i) {
+      const Tensor distance = (ours[i].grad() / theirs[i].grad() - 1).abs();
+      farthest_gradient = std::max(farthest_gradient, distance.max().item<double>());
+    }
+  }
+  EXPECT_LT(farthest_norm, 3e-5);
+  EXPECT_LT(farthest_gradient, 3e-5);
+}
+
 TEST_P(OnRanks, ShardsOfSeveralDtypesTakeOneAllReduceToo) {
   on_threads(GetParam(), [] {
     const auto group = std::make_shared<testing::CountingGroup>(world());

@@ -68,9 +68,9 @@ def test_hooks_on_its_gradient_see_that_of_this_rank():
 def test_its_gradient_is_the_registered_ones():
     model = shard_with(fully_shard, seeded(mlp))
     backward(model)
-    with pytest.raises(libfsdp.Error, match="gradients are on the shards"):
+    with pytest.raises(libfsdp.Error, match=r"is on the shard that parameters\(\) gives"):
         model[0].weight.grad.norm()
-    with pytest.raises(libfsdp.Error, match="gradients are on the shards"):
+    with pytest.raises(libfsdp.Error, match=r"is on the shard that parameters\(\) gives"):
         torch.optim.SGD([model[0].weight], lr=0.1).step()
     backward(model)
 
