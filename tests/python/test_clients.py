@@ -346,14 +346,18 @@ class TiedModel(nn.Module):
         return self.head(self.block(self.embed(x)))
 
 
+@pytest.mark.parametrize("tied_before", [True, False])
 @on_ranks(1, 2)
-def test_a_loader_finds_shards_while_there_are_no_values():
+def test_a_loader_finds_shards_while_there_are_no_values(tied_before):
     """As transformers' does: by ``getattr``, piece by piece, tied ones once."""
     source = seeded(TiedModel)
     for shard in (torch_fully_shard, fully_shard):
         with torch.device("meta"):
             model = TiedModel()
-        model.head.weight = model.embed.weight
+        if not tied_before:
+            model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+        if shard is fully_shard and not tied_before:
+            shard(model.embed)  # two units, which PyTorch does not tie
         shard(model.block), shard(model)
         for path, tensor in source.state_dict().items():
             owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
@@ -376,6 +380,11 @@ def test_a_loader_finds_shards_while_there_are_no_values():
         if shard is fully_shard:
             assert model.head.weight is model.embed.weight
             check_same(model, source)
+            for part in x.split(BATCH):
+                loss_of(source, part).backward()
+            loss_of(model, mine(x)).backward()
+            gradient = dict(model.named_parameters())["embed.weight"].grad
+            torch.testing.assert_close(whole(gradient) * dist.get_world_size(), source.embed.weight.grad)
 
 
 @on_ranks(2, comm=("shm",))
