@@ -1,15 +1,15 @@
 #pragma once
 
-#include <c10/util/StringUtil.h>
-
 #include <fsdp/error.h>
+
+#include "base/phrase.h"
 
 namespace fsdp {
 
-/// Throws an Error whose message is the arguments printed one after another.
-template <typename... Parts>
-[[noreturn]] void fail(const Parts&... parts) {
-  throw Error(c10::str(parts...));
+/// Throws an Error whose message is the text with the arguments in it.
+template <typename... Args>
+[[noreturn]] void fail(TextWith<std::type_identity_t<Args>...> text, const Args&... args) {
+  throw Error(phrase<Args...>(text, args...));
 }
 
 } // namespace fsdp

@@ -13,7 +13,7 @@ namespace fsdp::env {
 namespace {
 
 [[noreturn]] void fail_malformed(const char* name, const std::string& value, const std::string& expected) {
-  fail("[environment] ", name, " should be ", expected, ", but is \"", value, "\". Correct it or unset it.");
+  fail("[environment] {} should be {}, but is \"{}\". Correct it or unset it.", name, expected, value);
 }
 
 std::string lower(std::string text) {
@@ -49,9 +49,9 @@ std::string range_text(int64_t min, int64_t max) {
     return "a whole number";
   }
   if (above) {
-    return c10::str("a whole number of at least ", min);
+    return phrase("a whole number of at least {}", min);
   }
-  return below ? c10::str("a whole number of at most ", max) : c10::str("a whole number from ", min, " to ", max);
+  return below ? phrase("a whole number of at most {}", max) : phrase("a whole number from {} to {}", min, max);
 }
 
 } // namespace
@@ -129,7 +129,7 @@ std::optional<size_t> choice(const char* name, std::initializer_list<std::string
 
 std::string required_string(const char* name, std::string_view operation) {
   auto value = string(name);
-  FSDP_CHECK(value, "[", operation, "] the environment variable ", name, " is needed, but is not set. Set it.");
+  FSDP_CHECK(value, "[{}] the environment variable {} is needed, but is not set. Set it.", operation, name);
   return *value;
 }
 

@@ -48,7 +48,7 @@ int rank_from_environment() {
 
 std::string prefix() {
   const int known = rank();
-  return known == kNoRank ? "[libfsdp] " : c10::str("[libfsdp rank ", known, "] ");
+  return known == kNoRank ? "[libfsdp] " : phrase("[libfsdp rank {}] ", known);
 }
 
 } // namespace
@@ -78,7 +78,7 @@ int rank() {
 }
 
 void write(Level level, std::string_view message) {
-  std::string line = c10::str(prefix(), kLevelNames[static_cast<size_t>(level)], ": ", message, "\n");
+  std::string line = phrase("{}{}: {}\n", prefix(), kLevelNames[static_cast<size_t>(level)], message);
   // stderr has no buffer, so this is one write: lines of ranks that share a terminal do not mix.
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
@@ -92,7 +92,7 @@ void warn_once(const std::string& message) {
       return;
     }
   }
-  warn(message);
+  warn("{}", message);
 }
 
 } // namespace fsdp::log

@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include <c10/util/StringUtil.h>
+#include "base/phrase.h"
 
 /// Lines on stderr: `[libfsdp rank 3] warning: ...`. FSDP_LOG chooses the least important level that is written: error,
 /// warn (the default), info or debug. Never throws for a bad FSDP_LOG. Thread safe; a line is written in one piece.
@@ -25,31 +25,31 @@ void set_thread_rank(int rank);
 /// Writes a line whatever the level. Prefer the functions below.
 void write(Level level, std::string_view message);
 
-template <typename... Parts>
-void error(const Parts&... parts) {
+template <typename... Args>
+void error(TextWith<std::type_identity_t<Args>...> text, const Args&... args) {
   if (enabled(Level::kError)) {
-    write(Level::kError, c10::str(parts...));
+    write(Level::kError, phrase<Args...>(text, args...));
   }
 }
 
-template <typename... Parts>
-void warn(const Parts&... parts) {
+template <typename... Args>
+void warn(TextWith<std::type_identity_t<Args>...> text, const Args&... args) {
   if (enabled(Level::kWarn)) {
-    write(Level::kWarn, c10::str(parts...));
+    write(Level::kWarn, phrase<Args...>(text, args...));
   }
 }
 
-template <typename... Parts>
-void info(const Parts&... parts) {
+template <typename... Args>
+void info(TextWith<std::type_identity_t<Args>...> text, const Args&... args) {
   if (enabled(Level::kInfo)) {
-    write(Level::kInfo, c10::str(parts...));
+    write(Level::kInfo, phrase<Args...>(text, args...));
   }
 }
 
-template <typename... Parts>
-void debug(const Parts&... parts) {
+template <typename... Args>
+void debug(TextWith<std::type_identity_t<Args>...> text, const Args&... args) {
   if (enabled(Level::kDebug)) {
-    write(Level::kDebug, c10::str(parts...));
+    write(Level::kDebug, phrase<Args...>(text, args...));
   }
 }
 

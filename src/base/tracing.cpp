@@ -75,11 +75,9 @@ class Writer {
   explicit Writer(const std::string& path) : file_(std::fopen(path.c_str(), "w"), &std::fclose) {
     FSDP_CHECK(
         file_ != nullptr,
-        "[trace] cannot write '",
+        "[trace] cannot write '{}': {}. Name a file in a folder that exists",
         path,
-        "': ",
-        std::strerror(errno),
-        ". Name a file in a folder that exists");
+        std::strerror(errno));
     add("{\"name\":\"process_name\",\"ph\":\"M\"," + place() + ",\"args\":{\"name\":\"rank " + std::to_string(rank()) +
         "\"}}");
   }

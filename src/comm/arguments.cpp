@@ -10,17 +10,13 @@ namespace {
 void check_chunk(int64_t numel, int64_t chunk, size_t index, int size, const Label& label) {
   FSDP_CHECK(
       numel >= 0 && chunk >= 0 && chunk * size >= numel,
-      "[",
+      "[{}] expected chunks that cover the whole tensor on {} ranks, but tensor {} has {} elements and chunks of {}; "
+      "use at least its size divided by the ranks, rounded up",
       label.operation,
-      "] expected chunks that cover the whole tensor on ",
       size,
-      " ranks, but tensor ",
       index,
-      " has ",
       numel,
-      " elements and chunks of ",
-      chunk,
-      "; use at least its size divided by the ranks, rounded up");
+      chunk);
 }
 
 bool alike(const at::Tensor& a, const at::Tensor& b) {
@@ -28,7 +24,7 @@ bool alike(const at::Tensor& a, const at::Tensor& b) {
 }
 
 std::string kind(const at::Tensor& tensor) {
-  return c10::str(tensor.scalar_type(), " on ", tensor.device());
+  return phrase("{} on {}", tensor.scalar_type(), tensor.device());
 }
 
 } // namespace
@@ -43,15 +39,11 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
   const size_t count = args.wholes.size();
   FSDP_CHECK(
       args.chunks.size() == count && args.slices.size() == count,
-      "[",
+      "[{}] expected one chunk and one slice for each of {} tensors, got {} chunks and {} slices",
       label.operation,
-      "] expected one chunk and one slice for each of ",
       count,
-      " tensors, got ",
       args.chunks.size(),
-      " chunks and ",
-      args.slices.size(),
-      " slices");
+      args.slices.size());
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor& whole = args.wholes[i];
     const at::Tensor& slice = args.slices[i];
@@ -61,25 +53,19 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
     const Piece piece{whole.numel(), args.chunks[i], whole.scalar_type(), whole.scalar_type()};
     FSDP_CHECK(
         slice.numel() == piece.length(rank),
-        "[",
+        "[{}] expected a slice of {} elements for tensor {}, got {}",
         label.operation,
-        "] expected a slice of ",
         piece.length(rank),
-        " elements for tensor ",
         i,
-        ", got ",
         slice.numel());
     FSDP_CHECK(
         alike(whole, args.wholes[0]) && alike(slice, whole),
-        "[",
+        "[{}] expected tensors and slices of one dtype and on one device, got {}, {} and {}; reduce each dtype by "
+        "itself",
         label.operation,
-        "] expected tensors and slices of one dtype and on one device, got ",
         kind(args.wholes[0]),
-        ", ",
         kind(whole),
-        " and ",
-        kind(slice),
-        "; reduce each dtype by itself");
+        kind(slice));
   }
 }
 
@@ -87,25 +73,21 @@ void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label)
   check_contiguous(tensor, label);
   FSDP_CHECK(
       op == ReduceOp::kSum || !tensor.is_complex(),
-      "[",
-      label.operation,
-      "] complex numbers have no order; reduce them by sum");
+      "[{}] complex numbers have no order; reduce them by sum",
+      label.operation);
 }
 
 void check_contiguous(const at::Tensor& tensor, const Label& label) {
   FSDP_CHECK(
       tensor.is_contiguous(),
-      "[",
+      "[{}] expected a contiguous tensor, got strides {} for sizes {}; call contiguous()",
       label.operation,
-      "] expected a contiguous tensor, got strides ",
       tensor.strides(),
-      " for sizes ",
-      tensor.sizes(),
-      "; call contiguous()");
+      tensor.sizes());
 }
 
 void check_root(int root, int size, const Label& label) {
-  FSDP_CHECK(root >= 0 && root < size, "[", label.operation, "] expected a root from 0 to ", size - 1, ", got ", root);
+  FSDP_CHECK(root >= 0 && root < size, "[{}] expected a root from 0 to {}, got {}", label.operation, size - 1, root);
 }
 
 std::vector<int> ranks_of_color(Group& group, int color, const Label& label) {

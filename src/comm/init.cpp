@@ -72,11 +72,10 @@ c10::Device parse_device(const std::string& text, const std::string& backend) {
   const auto device = find_device(text);
   FSDP_CHECK(
       device && device->type() != c10::kMeta && device_count(device->type()) > 0,
-      "[init] expected a device that this LibTorch and this host have (",
+      "[init] expected a device that this LibTorch and this host have ({}), got '{}'; choose one of these in "
+      "InitOptions::device",
       join(device_types()),
-      "), got '",
-      text,
-      "'; choose one of these in InitOptions::device");
+      text);
   return *device;
 }
 
@@ -89,31 +88,26 @@ c10::Device use_device(c10::Device device, int local_rank) {
   const int count = device_count(device.type());
   FSDP_CHECK(
       index < count,
-      "[init] expected a ",
+      "[init] expected a {} device for local rank {}, but this host has {}; start at most one rank for each device",
       device.type(),
-      " device for local rank ",
       local_rank,
-      ", but this host has ",
-      count,
-      "; start at most one rank for each device");
+      count);
   const c10::Device chosen(device.type(), static_cast<c10::DeviceIndex>(index));
   c10::impl::VirtualGuardImpl(device.type()).setDevice(chosen);
   return chosen;
 }
 
 void require_same_options(Rendezvous& rendezvous, const InitOptions& options, c10::DeviceType type) {
-  const auto mine = c10::str("backend='", options.backend, "' on ", type);
+  const auto mine = phrase("backend='{}' on {}", options.backend, type);
   const auto all = rendezvous.exchange(mine);
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& text) { return text != mine; });
   FSDP_CHECK(
       other == all.end(),
-      "[init] expected the same backend and kind of device on all ranks, but this rank has ",
+      "[init] expected the same backend and kind of device on all ranks, but this rank has {} and rank {} has {}; pass "
+      "the same InitOptions everywhere",
       mine,
-      " and rank ",
       other - all.begin(),
-      " has ",
-      *other,
-      "; pass the same InitOptions everywhere");
+      *other);
 }
 
 void warn_if_on_one_host(const Exchange& exchange) {
@@ -136,17 +130,16 @@ std::string choose_backend(const std::string& asked, c10::Device device, const E
   if (asked.empty()) {
     FSDP_CHECK(
         device.is_cuda(),
-        "[init] expected a device that libfsdp knows a backend for (cpu, cuda), got ",
-        device,
-        "; make the c10d::ProcessGroup for it yourself and pass Mesh::from_group(process_group) to fully_shard");
+        "[init] expected a device that libfsdp knows a backend for (cpu, cuda), got {}; make the c10d::ProcessGroup "
+        "for it yourself and pass Mesh::from_group(process_group) to fully_shard",
+        device);
     return "nccl";
   }
   if (asked == "shm") {
     FSDP_CHECK(
         device.is_cpu() && shm_available(exchange),
         "[init] expected all ranks on one host's CPU, within one pid namespace, for the backend 'shm', which is not "
-        "so; leave "
-        "InitOptions::backend empty, or choose 'gloo' or 'nccl'");
+        "so; leave InitOptions::backend empty, or choose 'gloo' or 'nccl'");
   }
   return asked;
 }
@@ -154,25 +147,21 @@ std::string choose_backend(const std::string& asked, c10::Device device, const E
 void require_known_backend(const std::string& backend, c10::Device device) {
   FSDP_CHECK(
       backend.empty() || backend == "shm" || backend == "gloo" || backend == "nccl",
-      "[init] expected the backend 'shm', 'gloo', 'nccl' or '' (chosen by device and hosts), got '",
-      backend,
-      "'");
+      "[init] expected the backend 'shm', 'gloo', 'nccl' or '' (chosen by device and hosts), got '{}'",
+      backend);
   FSDP_CHECK(
       backend.empty() || (backend == "nccl") == device.is_cuda(),
-      "[init] expected a backend for ",
+      "[init] expected a backend for {}, got '{}'; {}, or leave InitOptions::backend empty",
       device.type(),
-      ", got '",
       backend,
-      "'; ",
-      device.is_cpu() ? "'shm' and 'gloo' are for the CPU" : "'nccl' is for CUDA",
-      ", or leave InitOptions::backend empty");
+      device.is_cpu() ? "'shm' and 'gloo' are for the CPU" : "'nccl' is for CUDA");
 }
 
 std::shared_ptr<Group> make_group(
     const Launch& launch, const InitOptions& options, c10::Device device, Rendezvous& rendezvous) {
   const Exchange exchange = [&](const std::string& mine) { return rendezvous.exchange(mine); };
   const std::string backend = choose_backend(options.backend, device, exchange);
-  log::info("joined ", launch.size, " ranks over ", backend, " on ", device);
+  log::info("joined {} ranks over {} on {}", launch.size, backend, device);
   if (backend == "shm") {
     return shm_group(launch.rank, launch.size, exchange, {.timeout = options.timeout, .arena = options.shared_arena});
   }
@@ -180,10 +169,10 @@ std::shared_ptr<Group> make_group(
       backend == "gloo" ? gloo_process_groups(options.timeout) : nccl_process_groups(device, options.timeout);
   FSDP_CHECK(
       make,
-      "[init] expected a libfsdp with the backend '",
-      backend,
-      "', but this one was built without its headers or against a LibTorch without it; install libgloo-dev for Gloo, "
-      "libnccl-dev and a CUDA build of LibTorch for NCCL, and rebuild");
+      "[init] expected a libfsdp with the backend '{}', but this one was built without its headers or against a "
+      "LibTorch without it; install libgloo-dev for Gloo, libnccl-dev and a CUDA build of LibTorch for NCCL, and "
+      "rebuild",
+      backend);
   return join_c10d_group(
       make,
       {.store = rendezvous.store(backend),
@@ -222,11 +211,10 @@ void warn_if_different(const InitOptions& options) {
   const auto& first = joined();
   if (first && (first->options.backend != options.backend || first->options.device != options.device)) {
     log::warn(
-        "fsdp::init was called again with other options; the job goes on with backend '",
+        "fsdp::init was called again with other options; the job goes on with backend '{}' and device '{}'. Call "
+        "fsdp::shutdown first to join anew",
         first->options.backend,
-        "' and device '",
-        first->options.device,
-        "'. Call fsdp::shutdown first to join anew");
+        first->options.device);
   }
 }
 
@@ -239,10 +227,7 @@ void leave_at_exit() {
 const World& require_world(const char* operation) {
   const World* world = current_world();
   FSDP_CHECK(
-      world,
-      "[",
-      operation,
-      "] expected a rank of a job, but this process has not joined one; call fsdp::init() first");
+      world, "[{}] expected a rank of a job, but this process has not joined one; call fsdp::init() first", operation);
   return *world;
 }
 

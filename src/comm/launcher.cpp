@@ -62,17 +62,12 @@ std::optional<int> optional_int(const char* name) {
 void require_other(const char* name, const char* present, const char* launcher) {
   FSDP_CHECK(
       is_set(name),
-      "[init] expected ",
+      "[init] expected {} beside {}, but it is not set; start the program with {}, set {}, or unset {} to train alone",
       name,
-      " beside ",
       present,
-      ", but it is not set; start the program with ",
       launcher,
-      ", set ",
       name,
-      ", or unset ",
-      present,
-      " to train alone");
+      present);
 }
 
 Launch read_ranks(const Names& names) {
@@ -84,15 +79,11 @@ Launch read_ranks(const Names& names) {
   launch.rank = static_cast<int>(env::required_integer(names.rank, kInit, 0, kMaxRanks));
   FSDP_CHECK(
       launch.rank < launch.size,
-      "[init] expected ",
+      "[init] expected {} below {}={}, got {}; ranks count from 0",
       names.rank,
-      " below ",
       names.size,
-      "=",
       launch.size,
-      ", got ",
-      launch.rank,
-      "; ranks count from 0");
+      launch.rank);
   launch.local_rank = optional_int(names.local_rank);
   return launch;
 }
@@ -116,14 +107,14 @@ std::optional<std::string> job_id(const Names& names) {
     }
   }
   if (const auto job = env::string("SLURM_JOB_ID")) {
-    return c10::str(*job, ".", env::string("SLURM_STEP_ID").value_or("0"));
+    return phrase("{}.{}", *job, env::string("SLURM_STEP_ID").value_or("0"));
   }
   return std::nullopt;
 }
 
 /// The same on this host, where the launcher's process is the parent of all ranks.
 std::string job_on_this_host() {
-  return c10::str(getuid(), ".", getppid(), ".", process_start(getppid()).value_or(0));
+  return phrase("{}.{}.{}", getuid(), getppid(), process_start(getppid()).value_or(0));
 }
 
 uint16_t port_of(const std::string& job) {
@@ -153,10 +144,9 @@ std::string address_of_rank_zero(const Names& names, int size) {
   const std::string host = &names == &kSlurm ? first_slurm_host() : "";
   FSDP_CHECK(
       !host.empty(),
-      "[init] expected MASTER_ADDR, as ",
-      names.launcher,
-      " started ranks on several hosts and does not tell where rank 0 is; set "
-      "MASTER_ADDR to rank 0's host on all ranks (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host)");
+      "[init] expected MASTER_ADDR, as {} started ranks on several hosts and does not tell where rank 0 is; set "
+      "MASTER_ADDR to rank 0's host on all ranks (mpirun -x MASTER_ADDR=host, mpiexec -genv MASTER_ADDR host)",
+      names.launcher);
   return host;
 }
 
@@ -170,10 +160,9 @@ uint16_t rendezvous_port(const Names& names, int size) {
   const auto job = job_id(names);
   FSDP_CHECK(
       job,
-      "[init] expected MASTER_PORT, as ",
-      names.launcher,
-      " started ranks on several hosts and gives them no job id from which to choose the same port; set ",
-      "MASTER_PORT to a free port of rank 0's host on all ranks (mpiexec -genv MASTER_PORT 29500)");
+      "[init] expected MASTER_PORT, as {} started ranks on several hosts and gives them no job id from which to choose "
+      "the same port; set MASTER_PORT to a free port of rank 0's host on all ranks (mpiexec -genv MASTER_PORT 29500)",
+      names.launcher);
   return port_of(*job);
 }
 

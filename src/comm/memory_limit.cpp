@@ -4,8 +4,9 @@
 #include <fstream>
 #include <string>
 
-#include <c10/util/StringUtil.h>
 #include <unistd.h>
+
+#include "base/phrase.h"
 
 namespace fsdp {
 namespace {
@@ -43,7 +44,7 @@ size_t memory_limit(const path& root) {
   for (std::string line; std::getline(groups, line);) {
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
-    const std::string controllers = c10::str(",", line.substr(first + 1, second - first - 1), ",");
+    const std::string controllers = phrase(",{},", line.substr(first + 1, second - first - 1));
     const path group = line.substr(second + 1);
     if (controllers == ",,") {
       limit = std::min(limit, smallest_limit(mounted, group, "memory.max"));

@@ -47,47 +47,38 @@ std::string shape(const std::vector<int64_t>& sizes) {
 void check_names(const char* operation, const std::vector<std::string>& names, size_t dimensions) {
   FSDP_CHECK(
       names.empty() || names.size() == dimensions,
-      "[",
+      "[{}] expected a name for each of {} dimensions or no names at all, got {} ({})",
       operation,
-      "] expected a name for each of ",
       dimensions,
-      " dimensions or no names at all, got ",
       names.size(),
-      " (",
-      join(names),
-      ")");
+      join(names));
   const std::set<std::string> distinct(names.begin(), names.end());
   FSDP_CHECK(
       distinct.size() == names.size() && !distinct.contains(""),
-      "[",
+      "[{}] expected distinct names of dimensions that are not empty, got {}",
       operation,
-      "] expected distinct names of dimensions that are not empty, got ",
       join(names, "|"));
 }
 
 void check_sizes(const std::vector<int64_t>& sizes, int64_t world_size) {
   FSDP_CHECK(
       !sizes.empty() && sizes.size() <= kMaxDimensions,
-      "[",
+      "[{}] expected 1 to {} dimensions, got {}",
       kInitMesh,
-      "] expected 1 to ",
       kMaxDimensions,
-      " dimensions, got ",
       sizes.size());
   int64_t product = 1;
   for (const int64_t size : sizes) {
-    FSDP_CHECK(size > 0, "[", kInitMesh, "] expected positive sizes, got ", shape(sizes));
+    FSDP_CHECK(size > 0, "[{}] expected positive sizes, got {}", kInitMesh, shape(sizes));
     product *= product <= world_size ? size : 1; // no product overflows
   }
   FSDP_CHECK(
       product == world_size,
-      "[",
+      "[{}] expected sizes whose product is the number of ranks, {}, got {}; change the sizes or start another number "
+      "of ranks",
       kInitMesh,
-      "] expected sizes whose product is the number of ranks, ",
       world_size,
-      ", got ",
-      shape(sizes),
-      "; change the sizes or start another number of ranks");
+      shape(sizes));
 }
 
 c10::Device device_for(const std::string& text) {
@@ -95,13 +86,11 @@ c10::Device device_for(const std::string& text) {
   const auto asked = find_device(text);
   FSDP_CHECK(
       asked && asked->type() == mine.type(),
-      "[",
+      "[{}] expected the device that the job trains on, {}, got '{}'; pass that one, or choose another with "
+      "fsdp::init({.device = ...})",
       kInitMesh,
-      "] expected the device that the job trains on, ",
       mine,
-      ", got '",
-      text,
-      "'; pass that one, or choose another with fsdp::init({.device = ...})");
+      text);
   return mine;
 }
 
@@ -186,7 +175,7 @@ c10::Device Mesh::device() const {
 
 const std::shared_ptr<Group>& Mesh::group(int dim) const {
   FSDP_CHECK(
-      dim >= 0 && dim < ndim(), "[Mesh::group] expected a dimension of ", str(), ", 0 to ", ndim() - 1, ", got ", dim);
+      dim >= 0 && dim < ndim(), "[Mesh::group] expected a dimension of {}, 0 to {}, got {}", str(), ndim() - 1, dim);
   return impl_->groups[dim];
 }
 
@@ -199,7 +188,7 @@ Mesh Mesh::operator[](const std::string& name) const {
 }
 
 Mesh Mesh::operator[](const std::vector<std::string>& names) const {
-  FSDP_CHECK(!names.empty(), "[Mesh::operator[]] expected names of dimensions of ", str(), ", got none");
+  FSDP_CHECK(!names.empty(), "[Mesh::operator[]] expected names of dimensions of {}, got none", str());
   Impl slice;
   slice.names = names;
   slice.device = impl_->device;
@@ -209,9 +198,8 @@ Mesh Mesh::operator[](const std::vector<std::string>& names) const {
     const auto found = std::find(from, impl_->names.end(), name);
     FSDP_CHECK(
         found != impl_->names.end(),
-        "[Mesh::operator[]] expected names of dimensions of ",
+        "[Mesh::operator[]] expected names of dimensions of {}, each once and in its order, got {}",
         str(),
-        ", each once and in its order, got ",
         join(names));
     const auto dim = found - impl_->names.begin();
     slice.sizes.push_back(impl_->sizes[dim]);
@@ -237,7 +225,7 @@ bool Mesh::operator==(const Mesh& other) const {
 
 std::string Mesh::str() const {
   const std::string names = impl_->names.empty() ? "" : join(impl_->names, " x ") + ", ";
-  return c10::str("Mesh(", shape(impl_->sizes), ", ", names, impl_->device, ")");
+  return phrase("Mesh({}, {}{})", shape(impl_->sizes), names, impl_->device);
 }
 
 Mesh init_device_mesh(const std::string& device, std::vector<int64_t> sizes, std::vector<std::string> names) {

@@ -31,7 +31,7 @@ std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> pro
   if (!shm_available(exchange)) {
     return group;
   }
-  log::info("rank ", group->rank(), " of ", group->size(), " goes over shared memory instead of ", group->name());
+  log::info("rank {} of {} goes over shared memory instead of {}", group->rank(), group->size(), group->name());
   ShmOptions options;
   options.timeout = env::seconds("FSDP_TIMEOUT").value_or(timeout);
   options.arena = env::flag("FSDP_ARENA").value_or(true);

@@ -17,7 +17,7 @@ namespace fs = std::filesystem;
 
 fs::path folder() {
   const fs::path memory = "/dev/shm";
-  return (fs::is_directory(memory) ? memory : fs::path("/tmp")) / c10::str("libfsdp-", geteuid());
+  return (fs::is_directory(memory) ? memory : fs::path("/tmp")) / phrase("libfsdp-{}", geteuid());
 }
 
 /// Others could else put a file there that leads the ranks to them.
@@ -27,9 +27,9 @@ void require_own(const fs::path& path) {
                        (status.st_mode & (S_IRWXG | S_IRWXO)) == 0;
   FSDP_CHECK(
       is_ours,
-      "[init] expected ",
-      path.string(),
-      " to be a folder that only this user can use; remove it, or set MASTER_PORT to a free port on all ranks");
+      "[init] expected {} to be a folder that only this user can use; remove it, or set MASTER_PORT to a free port on "
+      "all ranks",
+      path.string());
 }
 
 } // namespace
@@ -45,7 +45,7 @@ void publish_port(const std::string& job, uint16_t port) {
   mkdir(folder().c_str(), S_IRWXU); // by whichever job is first
   require_own(folder());
   const fs::path path = port_file(job);
-  const fs::path unfinished = c10::str(path.string(), ".", getpid());
+  const fs::path unfinished = phrase("{}.{}", path.string(), getpid());
   std::ofstream(unfinished) << port << '\n';
   fs::rename(unfinished, path);
 }

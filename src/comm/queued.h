@@ -19,7 +19,7 @@ inline void follow_current_stream(const Stream& stream) noexcept {
     wait_stream(stream, current_stream(stream.device()));
   } catch (const std::exception& error) {
     const std::string_view text = error.what(); // c10's goes on with a stack
-    log::error("the memory of a gather was given back on a device that fails: ", text.substr(0, text.find('\n')));
+    log::error("the memory of a gather was given back on a device that fails: {}", text.substr(0, text.find('\n')));
   }
 }
 

@@ -77,11 +77,9 @@ bool host_combines(c10::ScalarType dtype) {
 void check_combines(c10::ScalarType dtype, const Label& label) {
   FSDP_CHECK(
       host_combines(dtype),
-      "[",
+      "[{}] expected floating-point, complex, integer or bool numbers to sum over ranks, got {}; convert first",
       label.operation,
-      "] expected floating-point, complex, integer or bool numbers to sum over ranks, got ",
-      c10::toString(dtype),
-      "; convert first");
+      c10::toString(dtype));
 }
 
 bool host_backends_combine(c10::ScalarType dtype) {

@@ -37,7 +37,7 @@ using Store = c10d::Store;
 using StorePtr = c10::intrusive_ptr<Store>;
 
 std::string key(const std::string& what, int64_t number) {
-  return c10::str(what, "/", number);
+  return phrase("{}/{}", what, number);
 }
 
 std::string all_key(const std::string& what) {
@@ -52,13 +52,12 @@ std::string who_key(const std::string& what) {
 /// rendezvous of this process.
 StorePtr fresh_part(const Launch& launch, const StorePtr& store) {
   static int count = 0;
-  return c10::make_intrusive<c10d::PrefixStore>(
-      c10::str("libfsdp/", launch.job, "/", launch.attempt, "/", count++), store);
+  return c10::make_intrusive<c10d::PrefixStore>(phrase("libfsdp/{}/{}/{}", launch.job, launch.attempt, count++), store);
 }
 
 /// "rank 1 has", "ranks 1, 2 have"
 std::string have(const std::vector<int>& ranks) {
-  return c10::str(ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
+  return phrase("{}{}{}", ranks.size() == 1 ? "rank " : "ranks ", join(ranks), ranks.size() == 1 ? " has" : " have");
 }
 
 /// The last of all says so to the others.
@@ -152,22 +151,20 @@ void Rendezvous::be_seen() {
   const auto count = ask<int64_t>([store = store_, mine = key("rank", launch_.rank)] { return store->add(mine, 1); });
   FSDP_CHECK(
       count == 1,
-      "[init] expected one process of rank ",
+      "[init] expected one process of rank {}, but {} came to {}; give every process a rank of its own, and every job "
+      "a MASTER_PORT of its own",
       launch_.rank,
-      ", but ",
       count,
-      " came to ",
-      place_of(launch_),
-      "; give every process a rank of its own, and every job a MASTER_PORT of its own");
+      place_of(launch_));
   witness_ = ask<int64_t>([store = store_, rank = launch_.rank] {
     const int64_t mine = store->add(witnesses(), 1) - 1;
-    store->set(key(witnesses(), mine), c10::str(rank, ' ', getpid(), ' ', process_start(getpid()).value_or(0)));
+    store->set(key(witnesses(), mine), phrase("{} {} {}", rank, getpid(), process_start(getpid()).value_or(0)));
     return mine;
   });
 }
 
 void Rendezvous::meet(const Round& round) {
-  ask<bool>([store = store_, what = round.key, mine = c10::str(launch_.rank, ' '), size = launch_.size] {
+  ask<bool>([store = store_, what = round.key, mine = phrase("{} ", launch_.rank), size = launch_.size] {
     store->append(who_key(what), {mine.begin(), mine.end()});
     return count_me(*store, what, size);
   });
@@ -180,7 +177,7 @@ void Rendezvous::meet(const Round& round) {
     if (Clock::now() >= end) {
       const auto late = ask<std::string>(
           [store = store_, what = round.key, size = launch_.size] { return missing(*store, what, size); });
-      fail(c10::str(late, " not ", round.done, " after ", in_seconds(timeout_)));
+      fail(phrase("{} not {} after {}", late, round.done, in_seconds(timeout_)));
     }
   }
 }
@@ -217,16 +214,13 @@ void Rendezvous::fail(const std::string& reason) const {
   } catch (const std::exception&) {
     // The others will find out by themselves.
   }
-  throw CommError(c10::str(
-      "[init] rank ",
+  throw CommError(phrase(
+      "[init] rank {} expected {} ranks at {}: {}; see whether all of them were started and what they printed, rank 0 "
+      "first, which serves the others",
       launch_.rank,
-      " expected ",
       launch_.size,
-      " ranks at ",
       place_of(launch_),
-      ": ",
-      reason,
-      "; see whether all of them were started and what they printed, rank 0 first, which serves the others"));
+      reason));
 }
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
@@ -244,7 +238,7 @@ std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
     return store->multiGet(keys);
   });
   if (all.size() != static_cast<size_t>(launch_.size)) {
-    fail(c10::str("the store has ", all.size(), " answers for ", launch_.size, " ranks"));
+    fail(phrase("the store has {} answers for {} ranks", all.size(), launch_.size));
   }
   std::vector<std::string> texts;
   for (const auto& bytes : all) {

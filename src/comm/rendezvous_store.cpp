@@ -76,27 +76,23 @@ StorePtr reach(const Launch& launch, c10d::TCPStoreOptions options) {
   const auto theirs = answer_of<std::string>(options.timeout + kGrace, [store] { return store->get_to_str(kJob); });
   FSDP_CHECK(
       theirs == launch.job,
-      "[init] rank ",
+      "[init] rank {} of job '{}' expected its own rendezvous at {}, but rank 0 of job '{}' serves there; give every "
+      "job a MASTER_PORT of its own",
       launch.rank,
-      " of job '",
       launch.job,
-      "' expected its own rendezvous at ",
       place_of(launch),
-      ", but rank 0 of job '",
-      theirs,
-      "' serves there; give every job a MASTER_PORT of its own");
+      theirs);
   return store;
 }
 
 [[noreturn]] void cannot_connect(const Launch& launch, milliseconds timeout, const std::exception& error) {
   const bool serves = serves_rendezvous(launch);
-  throw CommError(c10::str(
-      "[init] rank ",
+  throw CommError(phrase(
+      "[init] rank {}{}{}{}: {}{}",
       launch.rank,
       serves ? " expected to serve the rendezvous at " : " expected to reach the rendezvous at ",
       place_of(launch),
       serves ? "" : " within " + in_seconds(timeout),
-      ": ",
       message_of(error),
       serves ? "; choose a free MASTER_PORT, and a MASTER_ADDR that is this host"
              : "; see whether rank 0 runs, and whether MASTER_ADDR and MASTER_PORT are its"));
@@ -124,14 +120,14 @@ bool serves_rendezvous(const Launch& launch) {
 
 std::string place_of(const Launch& launch) {
   return launch.port == 0 ? launch.address + " (a port that rank 0 chooses)"
-                          : c10::str(launch.address, ":", launch.port);
+                          : phrase("{}:{}", launch.address, launch.port);
 }
 
 /// A rank that comes back after `leave` must not find the server of before about to close. Never destroyed, so that its
 /// server outlives whatever runs at exit.
 StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   static auto* const open = new std::map<std::string, StorePtr>();
-  StorePtr& store = (*open)[c10::str(launch.address, ":", launch.port, ":", launch.rank)];
+  StorePtr& store = (*open)[phrase("{}:{}:{}", launch.address, launch.port, launch.rank)];
   if (!store) {
     store = open_store(launch, timeout);
   }

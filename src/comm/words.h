@@ -9,6 +9,8 @@
 
 #include <fsdp/group.h>
 
+#include "base/phrase.h"
+
 /// Words for errors.
 namespace fsdp {
 
@@ -20,7 +22,7 @@ inline std::string message_of(const std::exception& error) {
 
 /// "unshard of 'blocks.3'"
 inline std::string describe(std::string_view operation, std::string_view unit) {
-  return unit.empty() ? std::string(operation) : c10::str(operation, " of '", unit, "'");
+  return unit.empty() ? std::string(operation) : phrase("{} of '{}'", operation, unit);
 }
 inline std::string describe(const Label& label) {
   return describe(label.operation, label.unit);
@@ -28,7 +30,7 @@ inline std::string describe(const Label& label) {
 
 /// "2.5 s"
 inline std::string in_seconds(std::chrono::milliseconds time) {
-  return c10::str(static_cast<double>(time.count()) / 1000, " s");
+  return phrase("{} s", static_cast<double>(time.count()) / 1000);
 }
 
 } // namespace fsdp

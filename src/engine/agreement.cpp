@@ -2,8 +2,9 @@
 
 #include <algorithm>
 
-#include <c10/util/StringUtil.h>
 #include <c10/util/hash.h>
+
+#include "base/phrase.h"
 
 namespace fsdp::engine {
 namespace {
@@ -16,7 +17,7 @@ bool all_equal(const std::vector<std::string>& items) {
 } // namespace
 
 std::optional<OtherText> find_other_text(Group& group, const std::string& text, const Label& label) {
-  const std::string digest = c10::sha1(c10::str(text.size(), " ", text)).str(); // of nothing it has none
+  const std::string digest = c10::sha1(phrase("{} {}", text.size(), text)).str(); // of nothing it has none
   if (group.size() == 1 || all_equal(group.exchange(digest, label))) {
     return std::nullopt;
   }

@@ -91,7 +91,7 @@ void Bucket::settle_among(int ranks, const Label& label) {
   // Otherwise gathering again costs nothing, or as much.
   const bool worth_it = !gather_group->gathers_in_place() && ranks < gather_group->size() && !params_.empty();
   neighbours_ =
-      worth_it ? gather_group->part(gather_group->rank() / ranks, c10::str("neighbours ", ranks), label) : nullptr;
+      worth_it ? gather_group->part(gather_group->rank() / ranks, phrase("neighbours {}", ranks), label) : nullptr;
 }
 
 std::vector<Piece> Bucket::pieces_among_neighbours() const {

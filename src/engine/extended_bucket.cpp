@@ -105,15 +105,13 @@ void ExtendedBucket::check_alike(const Label& label) const {
   const auto other = find_other_text(*gather_group, mine.str(), label);
   FSDP_CHECK(
       !other,
-      "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank ",
+      "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank {} and "
+      "rank {} send\n{}against\n{}Where a parameter is not cut evenly, pad what is sent to the size of the first "
+      "rank's shard",
       gather_group->rank(),
-      " and rank ",
       other->rank,
-      " send\n",
       mine.str(),
-      "against\n",
-      other->text,
-      "Where a parameter is not cut evenly, pad what is sent to the size of the first rank's shard");
+      other->text);
 }
 
 std::vector<Piece> ExtendedBucket::pieces() const {
@@ -144,11 +142,10 @@ void ExtendedBucket::write(size_t index, const std::vector<at::Tensor>& tensors,
       });
   FSDP_CHECK(
       same,
-      "[before all-gather] the extension of '",
+      "[before all-gather] the extension of '{}' has to send tensors of the same sizes and dtypes every time; it sends "
+      "now{}, which is something else than when the parameter was given its values",
       params()[index]->name(),
-      "' has to send tensors of the same sizes and dtypes every time; it sends now",
-      described(tensors),
-      ", which is something else than when the parameter was given its values");
+      described(tensors));
   for (size_t k = 0; k < tensors.size(); ++k) {
     if (tensors[k].numel() > 0) {
       const auto target = at::TensorOptions().dtype(expected[k].dtype).device(options().device);
@@ -192,13 +189,11 @@ void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gat
     at::Tensor& values = whole.parts.at(0);
     FSDP_CHECK(
         whole.parts.size() == 1 && values.sizes() == c10::IntArrayRef(layout.sizes()),
-        "[after all-gather] the extension of '",
+        "[after all-gather] the extension of '{}' has to make one tensor of sizes {}, and made{}: cut off the padding "
+        "that its before_gather has added",
         param.name(),
-        "' has to make one tensor of sizes ",
         c10::IntArrayRef(layout.sizes()),
-        ", and made",
-        described(whole.parts),
-        ": cut off the padding that its before_gather has added");
+        described(whole.parts));
     if (values.strides() != c10::IntArrayRef(layout.strides())) {
       values = at::empty_strided(layout.sizes(), layout.strides(), values.options()).copy_(values);
     }
@@ -240,10 +235,9 @@ void ExtendedBucket::release() {
 void ExtendedBucket::check_writable() const {
   FSDP_CHECK(
       params().empty(),
-      "[write to parameter] the whole value of '",
-      params()[0]->name(),
-      "' is made by an all-gather extension, and cannot be written or summoned: write the shards, which ",
-      "parameters() gives");
+      "[write to parameter] the whole value of '{}' is made by an all-gather extension, and cannot be written or "
+      "summoned: write the shards, which parameters() gives",
+      params()[0]->name());
 }
 
 void ExtendedBucket::begin_write(const Unit&) {

@@ -106,10 +106,9 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
   if (written) {
     FSDP_CHECK(
         call.name != "aten::embedding_renorm_" || unit.mesh().numel() == 1,
-        "[embedding] max_norm renormalizes the rows of '",
-        param.name(),
-        "' that are asked for, and each rank asks for others: leave max_norm out, and renormalize the shards, which ",
-        "parameters() gives, after the optimizer's step");
+        "[embedding] max_norm renormalizes the rows of '{}' that are asked for, and each rank asks for others: leave "
+        "max_norm out, and renormalize the shards, which parameters() gives, after the optimizer's step",
+        param.name());
     WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     call.hold(unit);
@@ -160,14 +159,12 @@ void keep_writes(Call& call) {
 [[noreturn]] void refuse_gradient(const Param* param, Call& call) {
   call.let_go();
   fail(
-      "[",
+      "[{}] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the "
+      "shards, this one on that of '{}' among the named parameters. Build the optimizer from the model's parameters() "
+      "after fully_shard, and read gradients there; where such a weight is tied to a module that is not sharded, call "
+      "fully_shard on a module above both",
       call.name,
-      "] was given the gradient of a sharded parameter's handle, which holds no values: gradients are on the shards, "
-      "this one on that of '",
-      param != nullptr ? param->name() : "a module that is gone",
-      "' among the named parameters. Build the optimizer from the model's parameters() after fully_shard, and read "
-      "gradients there; where such a "
-      "weight is tied to a module that is not sharded, call fully_shard on a module above both");
+      param != nullptr ? param->name() : "a module that is gone");
 }
 
 void see(const at::Tensor& tensor, bool written, Call& call) {
@@ -246,13 +243,10 @@ void touch(Call& call) {
   }
   FSDP_CHECK( // the gather would tell the others that the write is over
       call.written_shard == nullptr,
-      "[",
+      "[{}] reads the whole '{}' and writes the shard of '{}' at once: clone() what it reads before",
       call.name,
-      "] reads the whole '",
       call.first_handle->name(),
-      "' and writes the shard of '",
-      call.written_shard->name(),
-      "' at once: clone() what it reads before");
+      call.written_shard->name());
   if (std::all_of(call.units.begin(), call.units.end(), [&](Unit* unit) { return is_in_use(*unit, call.phase); })) {
     return;
   }

@@ -30,10 +30,9 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
     const auto alive = unit.lock(); // the handle's storage keeps it, unless the tensor was given another
     FSDP_CHECK(
         alive && !param->handle_was_replaced(handle),
-        "[backward] the data of '",
-        name,
-        "' were replaced after fully_shard, so that it is trained no more: copy new values into it in ",
-        "no-grad mode, or into the shard that parameters() shows");
+        "[backward] the data of '{}' were replaced after fully_shard, so that it is trained no more: copy new values "
+        "into it in no-grad mode, or into the shard that parameters() shows",
+        name);
     alive->runtime().gradient_arrived(*param, handle);
   }
   Param* param; // lives as long as its unit
@@ -123,12 +122,11 @@ void Param::set_name(std::string name) {
 }
 
 std::string Param::why_hollow() const {
-  return c10::str(
-      "[fsdp] raw access to the parameter '",
-      name_,
-      "', which is sharded at this moment: its memory is there while ",
-      "an operator reads it, between unshard() and reshard(), or inside summon_full_params. (Kernels "
-      "that torch.compile generates read parameters so: compile with backend='aot_eager'.)");
+  return phrase(
+      "[fsdp] raw access to the parameter '{}', which is sharded at this moment: its memory is there while an operator "
+      "reads it, between unshard() and reshard(), or inside summon_full_params. (Kernels that torch.compile generates "
+      "read parameters so: compile with backend='aot_eager'.)",
+      name_);
 }
 
 at::Tensor Param::piece_of(const at::Tensor& whole) const {
@@ -140,13 +138,11 @@ at::Tensor Param::piece_of(const at::Tensor& whole) const {
 at::Tensor Param::piece_in(const at::Tensor& source) const {
   FSDP_CHECK(
       source.sizes() == c10::IntArrayRef(layout_.sizes()),
-      "[fully_shard] '",
+      "[fully_shard] '{}' has sizes {}, so a tensor of sizes {} cannot take its place: give it values of the same "
+      "sizes",
       name_,
-      "' has sizes ",
       c10::IntArrayRef(layout_.sizes()),
-      ", so a tensor of sizes ",
-      source.sizes(),
-      " cannot take its place: give it values of the same sizes");
+      source.sizes());
   const auto options = source.options().requires_grad(false);
   at::Tensor whole = source;
   if (!lies_as(source, layout_.strides())) {
@@ -397,13 +393,11 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
   InternalScope scope;
   FSDP_CHECK(
       shard_.sizes() == c10::IntArrayRef(shard_sizes_),
-      "[fully_shard] the shard of '",
+      "[fully_shard] the shard of '{}' was replaced by data of sizes {} where {} are needed: give it this rank's piece "
+      "only",
       name_,
-      "' was replaced by data of sizes ",
       shard_.sizes(),
-      " where ",
-      c10::IntArrayRef(shard_sizes_),
-      " are needed: give it this rank's piece only");
+      c10::IntArrayRef(shard_sizes_));
   auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
   Tenant* tenant = owned.get();
   auto moved =

@@ -126,12 +126,10 @@ void Runtime::write(Unit& unit, Param& param) {
   }
   FSDP_CHECK(
       !needs_old_values() && !backward_queued_,
-      "[write to parameter] '",
-      param.name(),
-      "' was written between the beginning of a forward and the end of its backward, where ",
-      "the graph still needs its old value. Write it before the forward or after the backward (after a forward ",
-      "without backward, call reset_iter_state() on the root first, ",
-      "or run that forward in no-grad mode)");
+      "[write to parameter] '{}' was written between the beginning of a forward and the end of its backward, where the "
+      "graph still needs its old value. Write it before the forward or after the backward (after a forward without "
+      "backward, call reset_iter_state() on the root first, or run that forward in no-grad mode)",
+      param.name());
   for (Unit* other : std::vector<Unit*>(unsharded_)) {
     if (other != &unit && other->is_private() && other->held == 0) {
       other->reshard();
@@ -171,10 +169,9 @@ bool Runtime::needs_old_values() const {
 void Runtime::check_not_broken(const char* operation) const {
   FSDP_CHECK(
       !broken_ && (!backward_queued_ || torch::autograd::get_current_graph_task_id() >= 0),
-      "[",
-      operation,
-      "] the last backward broke off in the middle, and has left gradients behind: ",
-      "call reset_iter_state() on the root first, on all ranks");
+      "[{}] the last backward broke off in the middle, and has left gradients behind: call reset_iter_state() on the "
+      "root first, on all ranks",
+      operation);
 }
 
 void Runtime::follow_requires_grad() {

@@ -14,7 +14,7 @@ const engine::Param& param_behind(const at::Tensor& shard) {
   const engine::Param* param = engine::param_of(shard);
   FSDP_CHECK(
       param != nullptr && !engine::is_handle(shard),
-      "[sharded] a parameter's shard is needed, as model->parameters() gives it after fully_shard; this is ",
+      "[sharded] a parameter's shard is needed, as model->parameters() gives it after fully_shard; this is {}",
       param != nullptr ? "the handle of '" + param->name() + "'" : std::string("another tensor"));
   return *param;
 }

@@ -29,22 +29,19 @@ layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
   const auto& tensor = spec.tensor;
   FSDP_CHECK(
       tensor.layout() == c10::kStrided,
-      "[fully_shard] '",
+      "[fully_shard] '{}' is a {} tensor, which cannot be cut into shards: make it dense with to_dense(), or put it "
+      "into ignored_params",
       spec.name,
-      "' is a ",
-      tensor.layout(),
-      " tensor, which cannot be cut into shards: make it dense with to_dense(), or put it into ignored_params");
+      tensor.layout());
   const int64_t ndim = tensor.dim();
   int64_t dim = spec.placement.dim;
   FSDP_CHECK(
       ndim == 0 ? (dim == 0 || dim == -1) : (dim >= -ndim && dim < ndim),
-      "[fully_shard] shard_placement_fn gave dimension ",
+      "[fully_shard] shard_placement_fn gave dimension {} for '{}', which has {} dimensions: give one from 0 on, or "
+      "from -1 back",
       dim,
-      " for '",
       spec.name,
-      "', which has ",
-      ndim,
-      " dimensions: give one from 0 on, or from -1 back");
+      ndim);
   dim = dim < 0 && ndim > 0 ? dim + ndim : std::max<int64_t>(dim, 0);
   const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
   auto strides = dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
@@ -443,10 +440,9 @@ bool Unit::has_other_gather_group() const {
 void Unit::before_shard_write(Param& param) {
   FSDP_CHECK(
       held == 0 || !is_private(),
-      "[write to shard] '",
-      param.name(),
-      "' was written as a shard while it is shown whole, by summon_full_params or as another argument: write what "
-      "parameters() gives there, or after it");
+      "[write to shard] '{}' was written as a shard while it is shown whole, by summon_full_params or as another "
+      "argument: write what parameters() gives there, or after it",
+      param.name());
   if (state_ != UnitState::kSharded) {
     WithoutCallersLock no_callers_lock;
     InternalScope scope;
@@ -514,9 +510,8 @@ void Unit::check_materialized() const {
   FSDP_CHECK(
       missing.empty(),
       "[unshard] FSDP parameters should be materialized from meta device before training, but the following were still "
-      "on meta device: ",
-      fsdp::join(missing),
-      ". Call to_empty(device) and initialize them, or load a checkpoint with assign=True");
+      "on meta device: {}. Call to_empty(device) and initialize them, or load a checkpoint with assign=True",
+      fsdp::join(missing));
 }
 
 void Unit::place(Param& param) {

@@ -213,11 +213,10 @@ class Recipe {
   static void check_count(const Tensors& outputs, const Tensors& gradients) {
     FSDP_CHECK(
         outputs.size() == gradients.size(),
-        "[checkpoint] expected the recomputation to return ",
+        "[checkpoint] expected the recomputation to return {} tensors, as the first run did, got {}. The function must "
+        "do the same both times.",
         gradients.size(),
-        " tensors, as the first run did, got ",
-        outputs.size(),
-        ". The function must do the same both times.");
+        outputs.size());
   }
 
   Function function_;
@@ -278,11 +277,11 @@ class CheckpointNode : public torch::autograd::Node {
   static void check_allowed() {
     FSDP_CHECK(
         torch::autograd::Engine::get_default_engine().is_checkpoint_valid(),
-        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some ",
+        "[checkpoint] expected backward() without an inputs argument, got one that asks for the gradients of some "
         "tensors only (autograd::grad, or backward with inputs). Call backward() and read the .grad of the tensors.");
     FSDP_CHECK(
         !at::GradMode::is_enabled(),
-        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function ",
+        "[checkpoint] expected a backward whose own graph is not kept, got create_graph = true. Call the function "
         "without checkpoint to differentiate twice.");
   }
 

@@ -79,9 +79,9 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
       if (recipe.unit.get() == &param->unit()) {
         FSDP_CHECK(
             !param->bucket().options().extended,
-            "[clone] '",
-            slot.path,
-            "' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its state_dict");
+            "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
+            "state_dict",
+            slot.path);
         recipe.placements[slot.path] = {param->layout().dim(), param->bucket().options().mesh};
       }
     }
@@ -193,21 +193,17 @@ void ema_update_(torch::nn::Module& average, const torch::nn::Module& model, dou
   auto average_buffers = average.buffers(), buffers = model.buffers();
   FSDP_CHECK(
       averages.size() == values.size() && average_buffers.size() == buffers.size(),
-      "[ema_update_] the average has ",
+      "[ema_update_] the average has {} parameters and the model {}: make the average with fsdp::clone(model)",
       averages.size(),
-      " parameters and the model ",
-      values.size(),
-      ": make the average with fsdp::clone(model)");
+      values.size());
   for (size_t i = 0; i < averages.size(); ++i) {
     FSDP_CHECK(
         averages[i].sizes() == values[i].sizes(),
-        "[ema_update_] shard ",
+        "[ema_update_] shard {} has sizes {} in the average and {} in the model: make the average with "
+        "fsdp::clone(model)",
         i,
-        " has sizes ",
         averages[i].sizes(),
-        " in the average and ",
-        values[i].sizes(),
-        " in the model: make the average with fsdp::clone(model)");
+        values[i].sizes());
     if (averages[i].is_floating_point() || averages[i].is_complex()) {
       averages[i].lerp_(values[i].detach(), 1 - decay);
     } else {

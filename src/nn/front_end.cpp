@@ -20,7 +20,7 @@ namespace {
 
 engine::Param& param_behind(const at::Tensor& tensor, const char* operation) {
   engine::Param* param = engine::param_of(tensor);
-  FSDP_CHECK(param != nullptr, "[", operation, "] expected a sharded parameter, got another tensor");
+  FSDP_CHECK(param != nullptr, "[{}] expected a sharded parameter, got another tensor", operation);
   return *param;
 }
 
@@ -46,13 +46,11 @@ void restore_handle(const FSDPModule& module, const at::Tensor& handle) {
   engine::Param& param = **found;
   FSDP_CHECK(
       handle.sizes() == c10::IntArrayRef(param.layout().sizes()),
-      "[set data of parameter] '",
+      "[set data of parameter] '{}' has sizes {}, and was given data of sizes {}: a sharded parameter keeps its sizes; "
+      "resize the model (resize_token_embeddings, say) before fully_shard",
       param.name(),
-      "' has sizes ",
       c10::IntArrayRef(param.layout().sizes()),
-      ", and was given data of sizes ",
-      handle.sizes(),
-      ": a sharded parameter keeps its sizes; resize the model (resize_token_embeddings, say) before fully_shard");
+      handle.sizes());
   const at::Tensor given = handle.clone(); // which may be another handle's
   {
     auto lock = module.unit()->runtime().lock();

@@ -29,13 +29,10 @@ void for_each_unit(Unit& top, bool recurse, const Do& apply) {
 void check_root(const Unit& unit, const char* operation) {
   FSDP_CHECK(
       unit.parent() == nullptr,
-      "[",
+      "[{}] is for the root, but '{}' lies below '{}': call it on what fully_shard returned for the outermost module",
       operation,
-      "] is for the root, but '",
       unit.display_name(),
-      "' lies below '",
-      unit.parent()->display_name(),
-      "': call it on what fully_shard returned for the outermost module");
+      unit.parent()->display_name());
 }
 
 std::vector<std::weak_ptr<Unit>> units_of(const std::vector<FSDPModule>& modules) {
@@ -167,7 +164,7 @@ void FSDPModule::set_reduce_scatter_unused_params(bool enable, bool recurse) {
 void FSDPModule::set_reduce_scatter_max_input_buffers(int64_t max_input_buffers, bool recurse) {
   FSDP_CHECK(
       max_input_buffers >= 1,
-      "[set_reduce_scatter_max_input_buffers] at least 1 buffer is needed, not ",
+      "[set_reduce_scatter_max_input_buffers] at least 1 buffer is needed, not {}",
       max_input_buffers);
   for_each_unit(*unit_, recurse, [&](Unit& unit) { unit.policy.max_reductions = max_input_buffers; });
   unit_->runtime().bound_reductions();
@@ -185,8 +182,7 @@ void FSDPModule::set_allocate_memory_from_process_group_for_comm(bool enable) {
   FSDP_CHECK(
       !enable || !unit_->has_other_gather_group(),
       "[set_allocate_memory_from_process_group_for_comm] this unit has collectives of its own, which bring their own "
-      "memory: ",
-      "use one or the other");
+      "memory: use one or the other");
   unit_->use_backend_memory(enable);
 }
 

@@ -32,27 +32,25 @@ using engine::Unit;
 void check_device(c10::Device device) {
   FSDP_CHECK(
       c10::impl::hasDeviceGuardImpl(device.type()) && device.type() != c10::kMeta,
-      "[fully_shard] the mesh is on '",
-      device,
-      "', which this LibTorch has no support for: build the mesh on \"cpu\" or on a device ",
-      "that torch::Device can use here");
+      "[fully_shard] the mesh is on '{}', which this LibTorch has no support for: build the mesh on \"cpu\" or on a "
+      "device that torch::Device can use here",
+      device);
   FSDP_CHECK(
       device.type() != c10::kPrivateUse1,
-      "[fully_shard] the mesh is on '",
-      device,
-      "', a device that joins LibTorch from outside (PrivateUse1): at::Tensor::set_data does not take tensors ",
-      "of it, so its parameters cannot be sharded in place");
+      "[fully_shard] the mesh is on '{}', a device that joins LibTorch from outside (PrivateUse1): "
+      "at::Tensor::set_data does not take tensors of it, so its parameters cannot be sharded in place",
+      device);
 }
 
 void check_mesh(const Mesh& mesh) {
   FSDP_CHECK(
       mesh.ndim() == 1 || mesh.ndim() == 2,
-      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not ",
-      mesh.str(),
-      ": slice it, as in mesh[\"shard\"]");
+      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not {}: slice it, as in "
+      "mesh[\"shard\"]",
+      mesh.str());
   FSDP_CHECK(
       mesh.ndim() == 1 || !mesh.names().empty(),
-      "[fully_shard] the two dimensions of a hybrid mesh need names: init_device_mesh(device, {replicas, shards}, ",
+      "[fully_shard] the two dimensions of a hybrid mesh need names: init_device_mesh(device, {replicas, shards}, "
       "{\"replicate\", \"shard\"})");
   check_device(mesh.device());
 }
@@ -62,11 +60,9 @@ void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
   const int64_t shards = mesh.sizes().back();
   FSDP_CHECK(
       !ranks || (*ranks >= 1 && *ranks <= shards && shards % *ranks == 0),
-      "[fully_shard] reshard_after_forward = ",
+      "[fully_shard] reshard_after_forward = {} must divide the {} ranks of the shard dimension of {}",
       *ranks,
-      " must divide the ",
       shards,
-      " ranks of the shard dimension of ",
       mesh.str());
 }
 
@@ -93,15 +89,12 @@ void check_same_everywhere(const engine::UnitSpec& spec) {
   const auto other = engine::find_other_text(group, mine.str(), {"fully_shard", spec.name});
   FSDP_CHECK(
       !other,
-      "[fully_shard] rank ",
+      "[fully_shard] rank {} and rank {} shard differently:\n{}against\n{}Build the same model on every rank, and give "
+      "the same options",
       group.rank(),
-      " and rank ",
       other->rank,
-      " shard differently:\n",
       mine.str(),
-      "against\n",
-      other->text,
-      "Build the same model on every rank, and give the same options");
+      other->text);
 }
 
 /// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
@@ -114,11 +107,9 @@ struct Found {
 void check_any(bool any, const std::string& name) {
   FSDP_CHECK(
       any,
-      "[fully_shard] the module '",
-      name,
-      "' has no parameters, nor have the modules below it: there is nothing to shard, so leave it out, or register "
-      "what it ",
-      "reads with register_parameter");
+      "[fully_shard] the module '{}' has no parameters, nor have the modules below it: there is nothing to shard, so "
+      "leave it out, or register what it reads with register_parameter",
+      name);
 }
 
 void check_materialized(const std::vector<Slot>& slots) {
@@ -130,9 +121,9 @@ void check_materialized(const std::vector<Slot>& slots) {
   }
   FSDP_CHECK(
       on_meta.empty(),
-      "[fully_shard] parameters have to be materialized from the meta device first, but these were not: ",
-      join(on_meta),
-      ". Build the model on \"cpu\", or give them memory and values before");
+      "[fully_shard] parameters have to be materialized from the meta device first, but these were not: {}. Build the "
+      "model on \"cpu\", or give them memory and values before",
+      join(on_meta));
 }
 
 std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const Slot& slot) {
@@ -142,15 +133,12 @@ std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, con
 void check_one_mesh(const Param& param, const Slot& slot, const std::optional<ShardPlacement>& placement) {
   FSDP_CHECK(
       !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
-      "[fully_shard] '",
+      "[fully_shard] '{}' is the same parameter as '{}', which already lies on {}: a parameter cannot be in two "
+      "meshes, and {} was asked for. Give both names the same mesh, or none",
       slot.path,
-      "' is the same parameter as '",
       param.name(),
-      "', which already lies on ",
       param.bucket().options().mesh.str(),
-      ": a parameter cannot be in two meshes, and ",
-      placement->mesh->str(),
-      " was asked for. Give both names the same mesh, or none");
+      placement->mesh->str());
 }
 
 Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options) {
@@ -182,13 +170,10 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
       check_mesh(*param.placement.mesh);
       FSDP_CHECK(
           param.placement.mesh->device() == mesh.device(),
-          "[fully_shard] '",
+          "[fully_shard] '{}' is to lie on {}, its unit on {}: build both meshes for one kind of device",
           param.name,
-          "' is to lie on ",
           param.placement.mesh->str(),
-          ", its unit on ",
-          mesh.str(),
-          ": build both meshes for one kind of device");
+          mesh.str());
     }
   }
 }
@@ -323,9 +308,8 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
     FSDP_CHECK(module != nullptr, "[fully_shard] one of the modules is null: construct it before");
     FSDP_CHECK(
         nn::registry::find(*module) == nullptr,
-        "[fully_shard] was called twice on the same module (",
-        module->name(),
-        "): call it once, children before parents");
+        "[fully_shard] was called twice on the same module ({}): call it once, children before parents",
+        module->name());
     views.push_back(view_of(*module));
   }
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
@@ -365,8 +349,7 @@ FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& opti
 
 FSDPModule as_fsdp(torch::nn::Module& module) {
   auto unit = nn::registry::find(module);
-  FSDP_CHECK(
-      unit != nullptr, "[as_fsdp] fully_shard was not called on this module (", module.name(), "): call it first");
+  FSDP_CHECK(unit != nullptr, "[as_fsdp] fully_shard was not called on this module ({}): call it first", module.name());
   return FSDPModule(std::move(unit));
 }
 

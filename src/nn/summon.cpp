@@ -80,8 +80,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   FSDP_CHECK(
       !unit->runtime().needs_old_values(),
       "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
-      "or after ",
-      "(after a forward without backward, call reset_iter_state() on the root first)");
+      "or after (after a forward without backward, call reset_iter_state() on the root first)");
   unit->unshard_as_stored(options.offload_to_cpu ? c10::Device(c10::kCPU) : unit->device(), visible);
   if (!visible) {
     return;
@@ -122,13 +121,11 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
 void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor& whole) const {
   FSDP_CHECK(
       whole.sizes() == param.layout().sizes(),
-      "[summon_full_params] '",
+      "[summon_full_params] '{}' has shape {} at the end, and cannot become shards of a parameter of shape {}. Write "
+      "into it: p.copy_(values). What was written to its unit is lost",
       param.name(),
-      "' has shape ",
       whole.sizes(),
-      " at the end, and cannot become shards of a parameter of shape ",
-      c10::IntArrayRef(param.layout().sizes()),
-      ". Write into it: p.copy_(values). What was written to its unit is lost");
+      c10::IntArrayRef(param.layout().sizes()));
   const at::Tensor copy = unit.private_copy(param);
   const bool shares_memory = whole.is_alias_of(copy);
   if (!shares_memory || whole.strides() != copy.strides()) {
@@ -189,7 +186,7 @@ SummonedParams::~SummonedParams() {
   try {
     end();
   } catch (const std::exception& error) {
-    log::error("[summon_full_params] the parameters could not be sharded again: ", error.what());
+    log::error("[summon_full_params] the parameters could not be sharded again: {}", error.what());
   }
 }
 

@@ -20,14 +20,14 @@ using torch::optim::AdamWParamState;
 using torch::optim::OptimizerParamGroup;
 
 void check_beta(double beta, const char* name) {
-  FSDP_CHECK(beta >= 0 && beta < 1, "[AdamW] expected ", name, " in [0, 1), got ", beta);
+  FSDP_CHECK(beta >= 0 && beta < 1, "[AdamW] expected {} in [0, 1), got {}", name, beta);
 }
 
 void check_options(const AdamWOptions& options) {
-  FSDP_CHECK(options.lr() >= 0, "[AdamW] expected a learning rate of at least 0, got ", options.lr());
-  FSDP_CHECK(options.eps() >= 0, "[AdamW] expected eps of at least 0, got ", options.eps());
+  FSDP_CHECK(options.lr() >= 0, "[AdamW] expected a learning rate of at least 0, got {}", options.lr());
+  FSDP_CHECK(options.eps() >= 0, "[AdamW] expected eps of at least 0, got {}", options.eps());
   FSDP_CHECK(
-      options.weight_decay() >= 0, "[AdamW] expected a weight decay of at least 0, got ", options.weight_decay());
+      options.weight_decay() >= 0, "[AdamW] expected a weight decay of at least 0, got {}", options.weight_decay());
   check_beta(std::get<0>(options.betas()), "beta1");
   check_beta(std::get<1>(options.betas()), "beta2");
 }
@@ -35,47 +35,39 @@ void check_options(const AdamWOptions& options) {
 void check_gradient(const at::Tensor& param, const at::Tensor& grad) {
   FSDP_CHECK(
       grad.layout() == at::kStrided,
-      "[AdamW] expected dense gradients, got a ",
-      grad.layout(),
-      " one. Build the Embedding with sparse(false), or use torch::optim::SGD for it.");
+      "[AdamW] expected dense gradients, got a {} one. Build the Embedding with sparse(false), or use "
+      "torch::optim::SGD for it.",
+      grad.layout());
   FSDP_CHECK(
       grad.scalar_type() == param.scalar_type(),
-      "[AdamW] expected the gradient of a ",
+      "[AdamW] expected the gradient of a {} parameter in its dtype, got {}. Cast it before the step: "
+      "param.mutable_grad() = param.grad().to(param.scalar_type()).",
       param.scalar_type(),
-      " parameter in its dtype, got ",
-      grad.scalar_type(),
-      ". Cast it before the step: param.mutable_grad() = param.grad().to(param.scalar_type()).");
+      grad.scalar_type());
   FSDP_CHECK(
       grad.device() == param.device() && grad.sizes() == param.sizes(),
-      "[AdamW] expected a gradient of shape ",
+      "[AdamW] expected a gradient of shape {} on {}, as its parameter, got {} on {}. Clear it with zero_grad() and "
+      "run backward again.",
       param.sizes(),
-      " on ",
       param.device(),
-      ", as its parameter, got ",
       grad.sizes(),
-      " on ",
-      grad.device(),
-      ". Clear it with zero_grad() and run backward again.");
+      grad.device());
   FSDP_CHECK(
       !param.is_cpu() || has_adamw_kernel(param.scalar_type()),
-      "[AdamW] expected parameters of float32, float64, bfloat16 or float16, got ",
-      param.scalar_type(),
-      ". Leave them to another optimizer.");
+      "[AdamW] expected parameters of float32, float64, bfloat16 or float16, got {}. Leave them to another optimizer.",
+      param.scalar_type());
 }
 
 void check_state(const at::Tensor& param, const at::Tensor& average) {
   FSDP_CHECK(
       average.defined() && average.sizes() == param.sizes() && average.scalar_type() == param.scalar_type() &&
           average.device() == param.device(),
-      "[AdamW] expected optimizer state like its parameter (",
+      "[AdamW] expected optimizer state like its parameter ({} {} on {}), got {}. Load state that was saved for the "
+      "same sharding, or reshard it first.",
       param.scalar_type(),
-      " ",
       param.sizes(),
-      " on ",
       param.device(),
-      "), got ",
-      average.defined() ? c10::str(average.scalar_type(), " ", average.sizes(), " on ", average.device()) : "none",
-      ". Load state that was saved for the same sharding, or reshard it first.");
+      average.defined() ? phrase("{} {} on {}", average.scalar_type(), average.sizes(), average.device()) : "none");
 }
 
 // The parameters of a group that are updated by one call.

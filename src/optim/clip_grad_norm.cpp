@@ -92,9 +92,9 @@ class Families {
     }
     FSDP_CHECK(
         grad.layout() == at::kStrided,
-        "[clip_grad_norm_] expected dense gradients, got a ",
-        grad.layout(),
-        " one. Build the Embedding with sparse(false), or leave its parameter out.");
+        "[clip_grad_norm_] expected dense gradients, got a {} one. Build the Embedding with sparse(false), or leave "
+        "its parameter out.",
+        grad.layout());
     add_to(family.gradients, grad);
   }
 
@@ -126,7 +126,7 @@ Families families_of(const std::vector<at::Tensor>& parameters) {
 class Norm {
  public:
   explicit Norm(double p) : p_(p) {
-    FSDP_CHECK(p > 0, "[clip_grad_norm_] expected a norm_type above 0 (1, 2, infinity, ...), got ", p);
+    FSDP_CHECK(p > 0, "[clip_grad_norm_] expected a norm_type above 0 (1, 2, infinity, ...), got {}", p);
   }
 
   // This rank's part: two numbers, the sum or maximum, and whether a maximum passed over something that is not a number
@@ -230,11 +230,10 @@ at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max
   const at::Tensor total = total_norm(families.all(), norm, device_of(families.all())).to(result_dtype(parameters));
   FSDP_CHECK(
       !options.error_if_nonfinite || std::isfinite(total.item<double>()),
-      "[clip_grad_norm_] expected finite gradients, but their norm of order ",
+      "[clip_grad_norm_] expected finite gradients, but their norm of order {} is {}. They were left as they are. To "
+      "scale them anyway, set error_if_nonfinite = false.",
       options.norm_type,
-      " is ",
-      total.item<double>(),
-      ". They were left as they are. To scale them anyway, set error_if_nonfinite = false.");
+      total.item<double>());
   const at::Tensor coefficient = total.add(1e-6).reciprocal().mul(max_norm).clamp_max(1.0);
   for (const Family& family : families.all()) {
     scale(family.gradients, coefficient);

@@ -176,15 +176,13 @@ LBFGS::LBFGS(const std::vector<OptimizerParamGroup>& param_groups, LBFGSOptions 
     : Optimizer(param_groups, std::make_unique<LBFGSOptions>(defaults)) {
   FSDP_CHECK(
       param_groups_.size() == 1,
-      "[LBFGS] expected one group of parameters, which are one vector to it, got ",
-      param_groups_.size(),
-      ". Give all of them in one list");
+      "[LBFGS] expected one group of parameters, which are one vector to it, got {}. Give all of them in one list",
+      param_groups_.size());
   auto& options = static_cast<LBFGSOptions&>(param_groups_[0].options());
   FSDP_CHECK(
       !options.line_search_fn() || *options.line_search_fn() == "strong_wolfe",
-      "[LBFGS] expected line_search_fn \"strong_wolfe\" or none, got \"",
-      *options.line_search_fn(),
-      "\"");
+      "[LBFGS] expected line_search_fn \"strong_wolfe\" or none, got \"{}\"",
+      *options.line_search_fn());
   options.max_eval(options.max_eval().value_or(options.max_iter() * 5 / 4));
 }
 

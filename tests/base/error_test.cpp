@@ -9,7 +9,7 @@ namespace {
 
 TEST(Error, CheckThrowsItsPartsAsOneMessage) {
   try {
-    FSDP_CHECK(1 + 1 == 3, "[sum] expected ", 3, ", but got ", 2, ". Count again.");
+    FSDP_CHECK(1 + 1 == 3, "[sum] expected {}, but got {}. Count again.", 3, 2);
     FAIL() << "nothing was thrown";
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(), "[sum] expected 3, but got 2. Count again.");
@@ -18,7 +18,7 @@ TEST(Error, CheckThrowsItsPartsAsOneMessage) {
 
 TEST(Error, CheckThatHoldsDoesNotBuildTheMessage) {
   int built = 0;
-  FSDP_CHECK(1 + 1 == 2, "[sum] ", ++built);
+  FSDP_CHECK(1 + 1 == 2, "[sum] {}", ++built);
   EXPECT_EQ(built, 0);
 }
 

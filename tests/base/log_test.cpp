@@ -27,7 +27,7 @@ class Log : public testing::Test {
 
 TEST_F(Log, WritesOnlyWhatTheLevelAsksFor) {
   EXPECT_EQ(written_by([] { log::info("quiet"); }), "");
-  EXPECT_EQ(written_by([] { log::warn("slow by ", 3, " times"); }), "[libfsdp] warning: slow by 3 times\n");
+  EXPECT_EQ(written_by([] { log::warn("slow by {} times", 3); }), "[libfsdp] warning: slow by 3 times\n");
   log::set_level(log::Level::kDebug);
   EXPECT_EQ(written_by([] { log::debug("detail"); }), "[libfsdp] debug: detail\n");
   log::set_level(log::Level::kError);

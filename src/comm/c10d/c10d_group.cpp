@@ -191,7 +191,7 @@ std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
   if (members.size() == 1) {
     return group_of_one();
   }
-  return c10d_group(make_part(members, c10::str(number, "/", members.front()), label), options_);
+  return c10d_group(make_part(members, phrase("{}/{}", number, members.front()), label), options_);
 }
 
 /// As the backend splits itself.
@@ -202,14 +202,11 @@ MakeProcessGroup C10dGroup::splitting(
   FSDP_CHECK(
       parent->getStore() &&
           channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
-      "[",
+      "[{}] expected a process group that can be split, but the {} group cannot: its backend does not support "
+      "splitting, or it has no store; make one process group per mesh dimension and use Mesh::from_groups",
       label.operation,
-      "] expected a process group that can be split, but the ",
-      name(),
-      " group cannot: its backend does not support splitting, or it has no store; make one process group per mesh "
-      "dimension and use "
-      "Mesh::from_groups");
-  const auto name = c10::str("libfsdp/", parent->getGroupName(), "/", part);
+      name());
+  const auto name = phrase("libfsdp/{}/{}", parent->getGroupName(), part);
   return [parent, members, name, device = device(), timeout = options_.timeout](const StorePtr&, int, int) {
     const c10::DeviceGuard guard(device); // on a thread of its own
     return parent->splitGroup(members, timeout, std::nullopt, name, std::nullopt);

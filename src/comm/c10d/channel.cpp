@@ -131,15 +131,12 @@ Channel::~Channel() = default;
 void Channel::require_device(c10::Device device, const Label& label) const {
   FSDP_CHECK(
       serves(**process_group_, device.type()),
-      "[",
+      "[{}] expected a process group that serves {}, but the {} group of this mesh serves {}; make the mesh from a "
+      "group for that device, or keep the model on one of these",
       label.operation,
-      "] expected a process group that serves ",
       device,
-      ", but the ",
       name_,
-      " group of this mesh serves ",
-      join((*process_group_)->getDeviceTypes()),
-      "; make the mesh from a group for that device, or keep the model on one of these");
+      join((*process_group_)->getDeviceTypes()));
 }
 
 Pending Channel::start(
@@ -229,23 +226,19 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
 
 std::string Channel::describe(const CollectiveId& id) const {
   const std::string unit = id.label.unit.empty() ? "" : " of unit '" + id.label.unit + "'";
-  return c10::str(
-      "[",
+  return phrase(
+      "[{}] rank {} of {} could not finish the {}{} over {}",
       id.label.operation,
-      "] rank ",
       rank_,
-      " of ",
       size_,
-      " could not finish the ",
       id.collective,
       unit,
-      " over ",
       name_);
 }
 
 void Channel::throw_if_failed(const CollectiveId& id) {
   if (!failure_.empty()) {
-    throw CommError(c10::str(describe(id), ": the group has failed before: ", failure_));
+    throw CommError(phrase("{}: the group has failed before: {}", describe(id), failure_));
   }
   compare_orders(id);
   if (reports_errors_ && error_of(**process_group_) != c10d::ErrorType::SUCCESS) {
@@ -255,12 +248,11 @@ void Channel::throw_if_failed(const CollectiveId& id) {
 
 void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
   const std::string others = board_->ask({id.number, fsdp::describe(id.label)});
-  fail(id, others.empty() ? reason : c10::str(reason, "; ", others));
+  fail(id, others.empty() ? reason : phrase("{}; {}", reason, others));
 }
 
 void Channel::fail(const CollectiveId& id, const std::string& reason) {
-  const std::string message =
-      c10::str(describe(id), ": ", reason, "; a failed job has to be started again on all ranks");
+  const std::string message = phrase("{}: {}; a failed job has to be started again on all ranks", describe(id), reason);
   abort(message);
   throw CommError(message);
 }
@@ -275,7 +267,7 @@ void Channel::abort(const std::string& reason) {
   try {
     (*process_group_)->abort();
   } catch (const std::exception& error) {
-    log::debug("the ", name_, " backend could not be aborted: ", message_of(error));
+    log::debug("the {} backend could not be aborted: {}", name_, message_of(error));
   }
 }
 

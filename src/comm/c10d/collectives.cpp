@@ -140,10 +140,9 @@ Works Collectives::unless_lacking(Operation operation, const at::Tensor& tensor,
       throw;
     }
     log::info(
+        "{} refuses a collective of {} numbers, for which others are used: {}",
         process_group_->getBackendName(),
-        " refuses a collective of ",
         c10::toString(tensor.scalar_type()),
-        " numbers, for which others are used: ",
         message_of(error));
     support = Support::kLacking;
     return {};

@@ -89,10 +89,10 @@ ProcessGroupPtr await(std::future<ProcessGroupPtr> made, milliseconds timeout, a
   const auto deadline = Clock::now() + timeout + std::min(kGrace, timeout / 2);
   while (made.wait_for(std::min(kSlice, timeout / 4)) != std::future_status::ready) {
     if (const auto reason = board.heard()) {
-      fail(*reason);
+      fail("{}", *reason);
     }
     if (Clock::now() >= deadline) {
-      fail("it took longer than ", in_seconds(timeout));
+      fail("it took longer than {}", in_seconds(timeout));
     }
     board.wait_at(adapter::NoticeBoard::joining());
   }
@@ -110,21 +110,15 @@ ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining)
     const auto reason = message_of(error);
     const auto others = board.ask(adapter::NoticeBoard::joining());
     const bool is_told = others.empty() || reason.find(others) != std::string::npos;
-    const auto message = c10::str(
-        "[",
+    const auto message = phrase(
+        "[{}] rank {} of {} could not make the {} group{}: {}{}; a failed job has to be started again on all ranks",
         joining.label.operation,
-        "] rank ",
         joining.rank,
-        " of ",
         joining.size,
-        " could not make the ",
         joining.backend,
-        " group",
         joining.label.unit.empty() ? "" : " for '" + joining.label.unit + "'",
-        ": ",
         reason,
-        is_told ? "" : "; " + others,
-        "; a failed job has to be started again on all ranks");
+        is_told ? "" : "; " + others);
     board.announce(message);
     throw CommError(message);
   }

@@ -8,10 +8,10 @@
 #include <utility>
 #include <vector>
 
-#include <c10/util/StringUtil.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "base/format.h"
+#include "base/phrase.h"
 #include "comm/within_limit.h"
 
 namespace fsdp::adapter {
@@ -48,7 +48,7 @@ class Flag {
 };
 
 std::string place_key(int rank) {
-  return c10::str("waits/", rank);
+  return phrase("waits/{}", rank);
 }
 
 /// What `talk` says within the limit.
@@ -69,9 +69,9 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
       space == std::string::npos ? NoticeBoard::joining().number - 1 : std::stoll(text.substr(0, space));
   const std::string name = space == std::string::npos ? "" : text.substr(space + 1);
   if (number < place.number) {
-    return c10::str("rank ", rank, " has not come to it");
+    return phrase("rank {} has not come to it", rank);
   }
-  return name == place.name ? "" : c10::str("rank ", rank, " is in ", name);
+  return name == place.name ? "" : phrase("rank {} is in {}", rank, name);
 }
 
 } // namespace
@@ -112,7 +112,7 @@ void NoticeBoard::announce(const std::string& reason) {
   if (!store_ || std::exchange(announced_, true)) {
     return;
   }
-  hear_out([store = store_, text = c10::str("rank ", rank_, " gave up: ", reason)] {
+  hear_out([store = store_, text = phrase("rank {} gave up: {}", rank_, reason)] {
     if (!store->check({kAborted})) {
       store->set(kAborted, text);
     }
@@ -126,7 +126,7 @@ void NoticeBoard::wait_at(const Place& place) {
   }
   listener_ = std::make_shared<Listener>();
   in_background(
-      [listener = listener_, store = store_, key = place_key(rank_), text = c10::str(place.number, " ", place.name)] {
+      [listener = listener_, store = store_, key = place_key(rank_), text = phrase("{} {}", place.number, place.name)] {
         listener->run(store, key, text);
       });
 }

@@ -8,6 +8,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include "base/phrase.h"
 #include "comm/words.h"
 
 namespace fsdp::adapter {
@@ -36,7 +37,7 @@ void store(char (&field)[N], const std::string& text) {
 
 std::string describe(const Wire& wire) {
   const std::string what = fsdp::describe(wire.operation, wire.unit);
-  return c10::str(what, " (", wire.collective, ", ", wire.bytes, " bytes, number ", wire.sequence, ")");
+  return phrase("{} ({}, {} bytes, number {})", what, wire.collective, wire.bytes, wire.sequence);
 }
 
 at::Tensor host_bytes(int64_t bytes, c10::Device device) {
@@ -65,14 +66,11 @@ std::string find_mismatch(const at::Tensor& records, int rank, int size) {
   if (other == wires.end()) {
     return "";
   }
-  return c10::str(
-      "all ranks must agree, but rank ",
+  return phrase(
+      "all ranks must agree, but rank {} calls {} where rank {} calls {}",
       rank,
-      " calls ",
       describe(mine),
-      " where rank ",
       other - wires.begin(),
-      " calls ",
       describe(*other));
 }
 

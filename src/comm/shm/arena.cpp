@@ -131,11 +131,9 @@ void* Arena::take(size_t bytes) {
   void* memory = take_block(bytes);
   FSDP_CHECK(
       memory,
-      "[shared memory] no room for ",
+      "[shared memory] no room for {} that other ranks have to read: {} are in use; set FSDP_ARENA_MB lower",
       human_bytes(static_cast<int64_t>(bytes)),
-      " that other ranks have to read: ",
-      human_bytes(static_cast<int64_t>(blocks_.bytes_in_use())),
-      " are in use; set FSDP_ARENA_MB lower");
+      human_bytes(static_cast<int64_t>(blocks_.bytes_in_use())));
   return memory;
 }
 

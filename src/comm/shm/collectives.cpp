@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "base/phrase.h"
 #include "comm/words.h"
 
 namespace fsdp::shm {
@@ -102,17 +103,15 @@ void Collectives::check_order(const Step& step, int rank) const {
   }
   const std::string mine = describe(step.label);
   const std::string theirs = describe(other.label.operation.load(), other.label.unit.load());
-  const auto me = c10::str("rank ", members_.rank()), they = c10::str("rank ", rank);
+  const auto me = phrase("rank {}", members_.rank()), they = phrase("rank {}", rank);
   members_.fail(
       step.label,
-      mine == theirs ? c10::str(
+      mine == theirs ? phrase(
+                           "{} and {} both call {}, but with different sizes, dtypes or arguments; they must agree",
                            me,
-                           " and ",
                            they,
-                           " both call ",
-                           mine,
-                           ", but with different sizes, dtypes or arguments; they must agree")
-                     : c10::str(me, " calls ", mine, " where ", they, " calls ", theirs) +
+                           mine)
+                     : phrase("{} calls {} where {} calls {}", me, mine, they, theirs) +
                            "; all ranks must call the same operations in the same order");
 }
 

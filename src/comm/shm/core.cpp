@@ -9,7 +9,7 @@ namespace fsdp::shm {
 
 void agree(const std::vector<std::string>& complaints) {
   for (const std::string& complaint : complaints) {
-    FSDP_CHECK(complaint.empty(), complaint);
+    FSDP_CHECK(complaint.empty(), "{}", complaint);
   }
 }
 

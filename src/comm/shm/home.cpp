@@ -203,11 +203,9 @@ class SharedHome final : public Home {
 void check(const std::vector<Piece>& pieces, const HomeOptions& options, int size, const Label& label) {
   FSDP_CHECK(
       options.device.is_cpu(),
-      "[",
+      "[{}] the shared-memory group holds parameters on the CPU, asked for {}; use the backend of that device",
       label.operation,
-      "] the shared-memory group holds parameters on the CPU, asked for ",
-      options.device.str(),
-      "; use the backend of that device");
+      options.device.str());
   check_pieces(pieces, size, label);
 }
 
@@ -244,7 +242,7 @@ Offer make_offer(const Layout& layout, bool new_scratch, int size) {
 
 void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
   const size_t id_bytes = sizeof(SegmentId);
-  FSDP_CHECK(packed.size() == 2 * id_bytes, packed.substr(2 * id_bytes));
+  FSDP_CHECK(packed.size() == 2 * id_bytes, "{}", packed.substr(2 * id_bytes));
   state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
   state.watch_slices();
   if (new_scratch) {

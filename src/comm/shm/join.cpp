@@ -23,11 +23,9 @@ struct Greeting {
     Greeting greeting;
     FSDP_CHECK(
         bytes.size() == sizeof(greeting),
-        "[join shared-memory group] expected a greeting of ",
+        "[join shared-memory group] expected a greeting of {} bytes, got {}; all ranks must run the same build",
         sizeof(greeting),
-        " bytes, got ",
-        bytes.size(),
-        "; all ranks must run the same build");
+        bytes.size());
     std::memcpy(&greeting, bytes.data(), sizeof(greeting));
     return greeting;
   }

@@ -165,14 +165,12 @@ void Members::time_is_up(int peer, const Label& label) {
   fail_waiting(
       label,
       silent,
-      c10::str(
-          "rank ",
+      phrase(
+          "rank {} gave no sign for {} (it is in {}). If it was only computing, raise FSDP_TIMEOUT or "
+          "InitOptions::timeout; else look at its output",
           silent,
-          " gave no sign for ",
           in_seconds(place_.timeout),
-          " (it is in ",
-          last_words(silent),
-          "). If it was only computing, raise FSDP_TIMEOUT or InitOptions::timeout; else look at its output"));
+          last_words(silent)));
 }
 
 bool Members::gone(int peer) const {
@@ -195,8 +193,8 @@ std::string Members::last_words(int peer) const {
 
 std::string Members::fate(int peer) const {
   const bool left = slot(peer).presence.load() == Presence::kLeft;
-  return c10::str(
-      "rank ", peer, left ? " has left the group" : " has died", " (its last operation: ", last_words(peer), ")");
+  return phrase(
+      "rank {}{} (its last operation: {})", peer, left ? " has left the group" : " has died", last_words(peer));
 }
 
 // Who holds everybody up: the awaited rank may itself be waiting for another.
@@ -212,11 +210,11 @@ int Members::culprit(int peer) const {
 }
 
 void Members::fail_waiting(const Label& label, int peer, const std::string& what) {
-  fail(label, c10::str("rank ", rank(), " waited for rank ", peer, in_unit(label), ": ", what));
+  fail(label, phrase("rank {} waited for rank {}{}: {}", rank(), peer, in_unit(label), what));
 }
 
 void Members::fail(const Label& label, const std::string& what) {
-  const auto message = c10::str("[", label.operation, "] ", what);
+  const auto message = phrase("[{}] {}", label.operation, what);
   mark_failed(message);
   throw CommError(message);
 }
@@ -245,9 +243,8 @@ void Members::mark_failed(const std::string& reason) {
 void Members::throw_if_failed(const Label& label) const {
   FSDP_CHECK(
       !inherited(),
-      "[",
-      label.operation,
-      "] a forked child cannot take its parent's place in a group; start a process of its own (spawn)");
+      "[{}] a forked child cannot take its parent's place in a group; start a process of its own (spawn)",
+      label.operation);
   if (!failed()) {
     return;
   }
@@ -259,16 +256,12 @@ void Members::throw_if_failed(const Label& label) const {
       group->mark_failed(control_->reason.load());
     }
   }
-  throw CommError(c10::str(
-      "[",
+  throw CommError(phrase(
+      "[{}] rank {} was stopped{} by rank {}: {}",
       label.operation,
-      "] rank ",
       rank(),
-      " was stopped",
       in_unit(label),
-      " by rank ",
       control_->failed_rank.load(),
-      ": ",
       control_->reason.load()));
 }
 

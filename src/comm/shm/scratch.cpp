@@ -39,11 +39,9 @@ Scratch::Region Scratch::take(size_t bytes) {
   const Blocks::Block block = blocks_.take(bytes);
   FSDP_CHECK(
       block.bytes > 0,
-      "[gather] no room for ",
+      "[gather] no room for {} of gathered parameters: {} are in use; reshard units sooner",
       human_bytes(static_cast<int64_t>(bytes)),
-      " of gathered parameters: ",
-      human_bytes(static_cast<int64_t>(blocks_.bytes_in_use())),
-      " are in use; reshard units sooner");
+      human_bytes(static_cast<int64_t>(blocks_.bytes_in_use())));
   remember(1, block.offset);
   return {block.offset, block.stamp};
 }

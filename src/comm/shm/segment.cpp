@@ -69,7 +69,7 @@ std::string reason() {
 
 SegmentId identify(int fd, size_t bytes) {
   struct stat status {};
-  FSDP_CHECK(fstat(fd, &status) == 0, "[shared memory] could not examine a segment: ", reason());
+  FSDP_CHECK(fstat(fd, &status) == 0, "[shared memory] could not examine a segment: {}", reason());
   return {static_cast<int32_t>(getpid()), fd, status.st_dev, status.st_ino, bytes};
 }
 
@@ -77,11 +77,10 @@ Mapping map(int fd, size_t bytes, int protection) {
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
   FSDP_CHECK(
       memory != MAP_FAILED,
-      "[shared memory] could not map ",
+      "[shared memory] could not map {}: {}; raise the limits on address space and mappings (ulimit -v, "
+      "vm.max_map_count)",
       human_bytes(static_cast<int64_t>(bytes)),
-      ": ",
-      reason(),
-      "; raise the limits on address space and mappings (ulimit -v, vm.max_map_count)");
+      reason());
   return {static_cast<char*>(memory), Unmap{bytes}};
 }
 
@@ -115,18 +114,17 @@ std::string path_of(int32_t pid, int fd) {
 int open_file(const SegmentId& id, Access access) {
   const std::string path = path_of(id.pid, id.fd);
   const Descriptor place(::open(path.c_str(), O_PATH | O_CLOEXEC));
-  FSDP_CHECK(place.fd >= 0, "[shared memory] could not open ", path, " of another rank: ", reason());
+  FSDP_CHECK(place.fd >= 0, "[shared memory] could not open {} of another rank: {}", path, reason());
   struct stat status {};
-  FSDP_CHECK(fstat(place.fd, &status) == 0, "[shared memory] could not examine ", path, ": ", reason());
+  FSDP_CHECK(fstat(place.fd, &status) == 0, "[shared memory] could not examine {}: {}", path, reason());
   FSDP_CHECK(
       S_ISREG(status.st_mode) && status.st_nlink == 0 && status.st_uid == geteuid() && status.st_dev == id.device &&
           status.st_ino == id.inode,
-      "[shared memory] ",
-      path,
-      " is not the segment that the other rank announced");
+      "[shared memory] {} is not the segment that the other rank announced",
+      path);
   const int file =
       ::open(path_of(getpid(), place.fd).c_str(), (access == Access::kRead ? O_RDONLY : O_RDWR) | O_CLOEXEC);
-  FSDP_CHECK(file >= 0, "[shared memory] could not open ", path, " of another rank: ", reason());
+  FSDP_CHECK(file >= 0, "[shared memory] could not open {} of another rank: {}", path, reason());
   return file;
 }
 
@@ -136,11 +134,10 @@ void check_size(int file, uint64_t bytes) {
   FSDP_CHECK(
       fcntl(file, F_GET_SEALS) >= 0 && (fcntl(file, F_GET_SEALS) & kSeals) == kSeals && fstat(file, &status) == 0 &&
           bytes > 0 && static_cast<uint64_t>(status.st_size) == bytes,
-      "[shared memory] expected a sealed segment of ",
+      "[shared memory] expected a sealed segment of {} bytes from another rank, got one of {}; all ranks must run the "
+      "same build",
       bytes,
-      " bytes from another rank, got one of ",
-      status.st_size,
-      "; all ranks must run the same build");
+      status.st_size);
 }
 
 } // namespace
@@ -155,28 +152,26 @@ std::string SegmentId::packed() const {
 
 SegmentId SegmentId::unpacked(const std::string& bytes) {
   SegmentId id;
-  FSDP_CHECK(bytes.size() == sizeof(id), "[shared memory] expected a segment's identity, got ", bytes.size(), " bytes");
+  FSDP_CHECK(bytes.size() == sizeof(id), "[shared memory] expected a segment's identity, got {} bytes", bytes.size());
   std::memcpy(&id, bytes.data(), sizeof(id));
   return id;
 }
 
 std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access access) {
   Descriptor file(make_file(name));
-  FSDP_CHECK(file.fd >= 0, "[shared memory] could not create a segment: ", reason());
+  FSDP_CHECK(file.fd >= 0, "[shared memory] could not create a segment: {}", reason());
   rlimit limit{};
   FSDP_CHECK( // beyond which the system ends the process
       getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY || bytes <= limit.rlim_cur,
-      "[shared memory] a segment of ",
-      human_bytes(static_cast<int64_t>(bytes)),
-      " is more than the limit on file sizes allows: ulimit -f unlimited");
+      "[shared memory] a segment of {} is more than the limit on file sizes allows: ulimit -f unlimited",
+      human_bytes(static_cast<int64_t>(bytes)));
   FSDP_CHECK(
       ftruncate(file.fd, static_cast<off_t>(bytes)) == 0,
-      "[shared memory] could not size a segment to ",
+      "[shared memory] could not size a segment to {}: {}",
       human_bytes(static_cast<int64_t>(bytes)),
-      ": ",
       reason());
   FSDP_CHECK(
-      fcntl(file.fd, F_ADD_SEALS, kSeals) == 0, "[shared memory] could not seal the size of a segment: ", reason());
+      fcntl(file.fd, F_ADD_SEALS, kSeals) == 0, "[shared memory] could not seal the size of a segment: {}", reason());
   std::shared_ptr<Segment> segment(new Segment(identify(file.fd, bytes), file.fd, access));
   segment->own_fd_ = file.release();
   std::lock_guard lock(Registry::get().mutex);

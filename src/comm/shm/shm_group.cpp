@@ -91,7 +91,7 @@ namespace fsdp {
 
 std::shared_ptr<Group> shm_group(int rank, int size, const Exchange& exchange, const ShmOptions& options) {
   FSDP_CHECK(
-      rank >= 0 && rank < size, "[join shared-memory group] expected a rank from 0 to ", size - 1, ", got ", rank);
+      rank >= 0 && rank < size, "[join shared-memory group] expected a rank from 0 to {}, got {}", size - 1, rank);
   auto family = std::make_shared<shm::Family>();
   family->ranks_on_host = size;
   return shm::make_group(shm::join({rank, size, options.timeout, std::move(family), options.arena}, exchange));

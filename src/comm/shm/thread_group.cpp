@@ -64,7 +64,7 @@ class Meeting {
     for (int r = 0; r < size_; ++r) {
       const std::string word = heard(r);
       if (word == kLeft) {
-        throw CommError(c10::str("[join thread group] rank ", rank_, " was left alone by rank ", r));
+        throw CommError(phrase("[join thread group] rank {} was left alone by rank {}", rank_, r));
       }
       all.push_back(word.substr(kHere.size()));
     }
@@ -84,11 +84,11 @@ class Meeting {
     try {
       return store_->get_to_str(key(rank));
     } catch (const c10::DistStoreError&) {
-      throw CommError(c10::str("[join thread group] rank ", rank_, " waited in vain for rank ", rank));
+      throw CommError(phrase("[join thread group] rank {} waited in vain for rank {}", rank_, rank));
     }
   }
   std::string key(int rank) const {
-    return c10::str(round_, "/", rank);
+    return phrase("{}/{}", round_, rank);
   }
 
   const std::string kHere = "here ";
@@ -112,7 +112,7 @@ void run_rank(int rank, const std::shared_ptr<Group>& group, const std::function
 } // namespace
 
 void thread_group(int size, const std::function<void()>& body, std::chrono::milliseconds timeout) {
-  FSDP_CHECK(size >= 1, "[thread group] expected at least one rank, got ", size);
+  FSDP_CHECK(size >= 1, "[thread group] expected at least one rank, got {}", size);
   Failures failures;
   if (size == 1) {
     const ThreadWorld world({group_of_one(), 0, c10::kCPU});
