@@ -230,10 +230,22 @@ class Sharded:
             return
         self.shown.note_replacement()
         current = module._parameters[name]
+        tied_to = sharded_behind(current)
+        if tied_to is not None and tied_to is not self:
+            self._give_way_to(tied_to, module, name)
+            return
         if current is not self.parameter:
             self._take_over(self._accept(current, name))
         self._follow_handle()
         self.enter(module, name)
+
+    def _give_way_to(self, other: "Sharded", module: nn.Module, name: str) -> None:
+        """Users have put another one's parameter into this one's place before either was followed, as loaders do that tie
+        at the end. This one stays in its unit."""
+        if self.parameter.is_meta and not other.parameter.is_meta:
+            self._take_over(self._accept(nn.Parameter(other.parameter.detach().clone(), self.parameter.requires_grad), name))
+            self._follow_handle()
+        other.enter(module, name)
 
     def _take_over(self, parameter: nn.Parameter) -> None:
         homes = self.homes()

@@ -10,7 +10,13 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+import libfsdp
 from harness import on_ranks
+from libfsdp import MixedPrecisionPolicy, fully_shard
 from subclasses import Coded
 from subjects import (
     BATCH,
@@ -26,12 +32,6 @@ from subjects import (
     shard_with,
     whole,
 )
-from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
-
-import libfsdp
-from libfsdp import MixedPrecisionPolicy, fully_shard
 
 
 @contextlib.contextmanager
@@ -171,6 +171,21 @@ def test_a_whole_parameter_has_what_a_dtensor_has():
         if step == 0:  # other data behind it
             model.to(torch.float64), reference.to(torch.float64)
     check_training(model, reference, lambda m, x: m(x.double()).pow(2).mean(), (5,), exact=True, steps=2)
+
+
+@on_ranks(1, comm=("shm",))
+def test_whether_two_parameters_are_one_is_asked_by_address():
+    model = shard_with(fully_shard, seeded(even))
+    with pytest.raises(NotImplementedError, match="'0.weight'.*sharded at this moment"):
+        model[0].weight.data_ptr()
+    model[0].unshard()
+    assert model[0].weight.data_ptr() == model[0].weight.detach().data_ptr() != 0
+
+
+@on_ranks(1, comm=("shm",))
+def test_exporting_is_refused():
+    with pytest.raises(NotImplementedError, match="torch.export does not see through the gathers"):
+        torch.export.export(fully_shard(seeded(even)), (torch.ones(2, 4),))
 
 
 @on_ranks(2)
@@ -346,14 +361,18 @@ class TiedModel(nn.Module):
         return self.head(self.block(self.embed(x)))
 
 
+@pytest.mark.parametrize("tied_before", [True, False])
 @on_ranks(1, 2)
-def test_a_loader_finds_shards_while_there_are_no_values():
+def test_a_loader_finds_shards_while_there_are_no_values(tied_before):
     """As transformers' does: by ``getattr``, piece by piece, tied ones once."""
     source = seeded(TiedModel)
     for shard in (torch_fully_shard, fully_shard):
         with torch.device("meta"):
             model = TiedModel()
-        model.head.weight = model.embed.weight
+        if not tied_before:
+            model.head.weight = nn.Parameter(torch.empty_like(model.embed.weight))
+        if shard is fully_shard and not tied_before:
+            shard(model.embed)  # two units, which PyTorch does not tie
         shard(model.block), shard(model)
         for path, tensor in source.state_dict().items():
             owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
@@ -376,6 +395,11 @@ def test_a_loader_finds_shards_while_there_are_no_values():
         if shard is fully_shard:
             assert model.head.weight is model.embed.weight
             check_same(model, source)
+            for part in x.split(BATCH):
+                loss_of(source, part).backward()
+            loss_of(model, mine(x)).backward()
+            gradient = dict(model.named_parameters())["embed.weight"].grad
+            torch.testing.assert_close(whole(gradient) * dist.get_world_size(), source.embed.weight.grad)
 
 
 @on_ranks(2, comm=("shm",))
