@@ -15,14 +15,16 @@
 #include "engine/interposer.h"
 #include "engine/param.h"
 #include "engine/piece_or_whole.h"
+#include "engine/runtime.h"
 #include "engine/tenant.h"
+#include "engine/unit.h"
 
 namespace fsdp::engine {
 
 namespace {
 
 /// The parameter whose shard this is; null for all other tensors, for views of a shard too.
-const Param* param_of_shard(const at::Tensor& tensor) {
+Param* param_of_shard(const at::Tensor& tensor) {
   const Tenant* tenant = tenant_of(tensor);
   const bool is_shard = tenant != nullptr && tenant->role == Role::kShard && tenant->param != nullptr;
   return is_shard && tenant->param->shard().is_same(tensor) ? tenant->param : nullptr;
@@ -45,8 +47,13 @@ void check_new_data(const at::Tensor& shard, const at::Tensor& data) {
 
 void set_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 2);
+  Param* param = param_of_shard(arguments[0].toTensor());
   called_by_torch([&] { check_new_data(arguments[0].toTensor(), arguments[1].toTensor()); });
   intercept(op, keys, stack);
+  if (param != nullptr) {
+    const auto lock = param->unit().runtime().lock();
+    param->shard_was_given_data();
+  }
 }
 
 using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
