@@ -214,13 +214,20 @@ TEST(ShmFailures, TheSilentRankAtTheEndOfTheChainIsBlamed) {
 TEST(ShmFailures, DeadProcessIsNoticedBehindABusyOne) {
   const auto body = [] {
     const auto group = join_processes(process_folder());
-    const auto told = process_folder() / "told";
+    const auto told = process_folder() / "told", busy = process_folder() / "busy";
+    const auto wait_for = [](const std::filesystem::path& sign) {
+      while (!std::filesystem::exists(sign)) {
+        std::this_thread::yield();
+      }
+    };
     group->barrier(kTest);
     if (group->rank() == 2) {
+      wait_for(busy); // else rank 1 may still be in the barrier
       std::raise(SIGKILL);
     }
-    while (group->rank() == 1 && !std::filesystem::exists(told)) {
-      std::this_thread::yield();
+    if (group->rank() == 1) {
+      std::filesystem::create_directories(busy);
+      wait_for(told);
     }
     const std::string message = comm_error([&] { group->barrier(kOperation); });
     EXPECT_TRUE(mentions(message, "rank 2 has died"));
