@@ -265,8 +265,6 @@ class Drawing {
     for (auto& part : program_.parts) {
       part.again += part.again < 0 ? 0 : 1;
     }
-    const auto is_recurrent = [](const Part& part) { return part.kind == Kind::kLstm || part.kind == Kind::kGru; };
-    has_recurrent_ = any_part(program_.parts, is_recurrent);
     has_other_uses_ = any_part(program_.parts, [](const Part& part) {
       return part.again >= 0 || part.call == Call::kTwice || part.call == Call::kNoGradFirst;
     });
@@ -401,10 +399,7 @@ class Drawing {
       choices.insert(choices.end(), {What::kBreakForward, What::kBreakBackward});
     }
     if (limits_.on_host) {
-      choices.push_back(What::kWriteShardsRaw);
-    }
-    if (limits_.on_host && !has_recurrent_) { // which read what is registered, once they have been in `to`
-      choices.push_back(What::kToDouble);
+      choices.insert(choices.end(), {What::kWriteShardsRaw, What::kToDouble});
     }
     if (!has_same_weights_) {
       choices.push_back(What::kClone);
@@ -419,8 +414,7 @@ class Drawing {
   Limits limits_;
   Program program_;
   std::shared_ptr<BlockImpl> model_;
-  bool has_checkpoints_ = false, has_same_weights_ = false, ranks_differ_ = false, has_recurrent_ = false,
-       has_other_uses_ = false;
+  bool has_checkpoints_ = false, has_same_weights_ = false, ranks_differ_ = false, has_other_uses_ = false;
 };
 
 inline Program draw_program(uint64_t seed, const Limits& limits) {

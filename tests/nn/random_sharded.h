@@ -364,11 +364,11 @@ class Sharded {
 
   void freeze(int choice) {
     auto weight = one_of_weights(choice);
-    const bool trainable = !weight.requires_grad();
     std::vector<bool> before;
-    for (const auto& shard : shards()) {
+    for (const auto& shard : shards()) { // which the members follow
       before.push_back(shard.requires_grad());
     }
+    const bool trainable = !weight.requires_grad();
     weight.set_requires_grad(trainable);
     const auto now = shards(); // the shards follow
     for (size_t i = 0; i < now.size(); ++i) {
