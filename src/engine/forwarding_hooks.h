@@ -19,6 +19,8 @@ class ForwardingHooks : public at::impl::VariableHooksInterface {
  public:
   explicit ForwardingHooks(const Hooks& next) : next_(next) {}
 
+  // NOLINTBEGIN(modernize-use-override)
+
   Base tensor_data(const Base& self) const {
     return next_.tensor_data(self);
   }
@@ -94,6 +96,7 @@ class ForwardingHooks : public at::impl::VariableHooksInterface {
       }
     }(next_);
   }
+  // NOLINTEND(modernize-use-override)
 
  private:
   const Hooks& next_;

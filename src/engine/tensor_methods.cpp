@@ -69,7 +69,7 @@ class TensorMethods final : public ForwardingHooks {
  public:
   using ForwardingHooks::ForwardingHooks;
 
-  void set_data(const at::TensorBase& self, const at::TensorBase& data) const {
+  void set_data(const at::TensorBase& self, const at::TensorBase& data) const override {
     Param* param = param_seen(self);
     if (param == nullptr) {
       check_is_no_piece(self, data);
@@ -94,17 +94,18 @@ class TensorMethods final : public ForwardingHooks {
       at::TensorList inputs,
       const std::optional<at::Tensor>& gradient,
       std::optional<bool> keep_graph,
-      bool create_graph) const {
+      bool create_graph) const override {
     ForwardingHooks::_backward(self, leaves_of(inputs), gradient, keep_graph, create_graph);
   }
 
-  unsigned _register_hook(const at::TensorBase& self, std::function<at::TensorBase(const at::TensorBase&)> hook) const {
+  unsigned _register_hook(
+      const at::TensorBase& self, std::function<at::TensorBase(const at::TensorBase&)> hook) const override {
     const Registering scope;
     return ForwardingHooks::_register_hook(self, std::move(hook));
   }
 
   // Of a leaf only those ask who want to know where its gradient comes from.
-  int64_t output_nr(const at::TensorBase& self) const {
+  int64_t output_nr(const at::TensorBase& self) const override {
     const Param* param = Registering::now || !self.requires_grad() ? nullptr : param_of_shard(self);
     FSDP_CHECK(
         param == nullptr || is_in_a_graph(self),

@@ -18,7 +18,7 @@ namespace fsdp {
 namespace {
 
 /// What a module's ranks have in common, and what each has for itself.
-struct Found {
+struct Plain {
   std::optional<Mesh> mesh; // the first sharded module's
   std::vector<at::Tensor> plain;
 
@@ -29,8 +29,8 @@ struct Found {
   }
 };
 
-Found look_at(torch::nn::Module& module, const AverageOptions& options) {
-  Found found;
+Plain look_at(torch::nn::Module& module, const AverageOptions& options) {
+  Plain found;
   const auto note_mesh = [&](const torch::nn::Module& each) {
     if (const auto unit = nn::registry::find(each)) {
       found.mesh = found.mesh ? found.mesh : unit->mesh();
@@ -84,7 +84,7 @@ void average(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, cons
 void average_ignored_(ModuleRef given, const AverageOptions& options) {
   torch::nn::Module& module = given.for_operation("average_ignored_");
   const engine::InternalScope scope;
-  const Found found = look_at(module, options);
+  const Plain found = look_at(module, options);
   for (const auto dtype : {c10::kFloat, c10::kDouble}) {
     average(found.plain, dtype, *found.mesh);
   }
