@@ -55,7 +55,7 @@ TEST(ThreadGroup, TheCauseIsRethrownAndNotItsEchoes) {
 }
 
 TEST(ThreadGroup, ALimitMayBeAsLongAsCanBe) {
-  int ranks = 0;
+  std::atomic<int> ranks = 0;
   thread_group(
       2,
       [&] {
