@@ -81,9 +81,6 @@ class FSDP_API ModuleCall {
   ~ModuleCall();
   ModuleCall(const ModuleCall&) = delete;
   ModuleCall& operator=(const ModuleCall&) = delete;
-
- private:
-  const FSDPModule& module_;
 };
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.

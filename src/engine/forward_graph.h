@@ -12,7 +12,7 @@ class ForwardGraph {
   ForwardGraph();
   ~ForwardGraph();
 
-  /// A forward is over that may have used `leaf`.
+  /// A forward may have used `leaf`.
   void note(const at::Tensor& leaf);
   void forget_what_is_gone();
   void clear();

@@ -158,7 +158,7 @@ class alignas(64) Param {
     }
   }
 
-  /// A forward is over that may have used the handle.
+  /// A forward may have used the handle.
   void note_in(ForwardGraph& graph) const;
   /// A checkpointed segment that uses it brings a gradient, once it is recomputed.
   void note_checkpointed_use(int64_t segment);

@@ -23,24 +23,17 @@ namespace fsdp::engine {
 
 namespace {
 
-/// The parameter whose shard this is; null for all other tensors, for views of a shard too.
-Param* param_of_shard(const at::Tensor& tensor) {
-  const Tenant* tenant = tenant_of(tensor);
-  const bool is_shard = tenant != nullptr && tenant->role == Role::kShard && tenant->param != nullptr;
-  return is_shard && tenant->param->shard().is_same(tensor) ? tenant->param : nullptr;
-}
-
 bool has_sizes_of_whole(const at::Tensor& tensor, const Param& param) {
   return tensor.sizes() == c10::IntArrayRef(param.layout().sizes());
 }
 
-void check_new_data(const at::Tensor& shard, const at::Tensor& data) {
-  const Param* param = param_of_shard(shard);
+void check_new_data(const Param& param, const at::Tensor& data) {
+  const at::Tensor& shard = param.shard();
   FSDP_CHECK(
-      param == nullptr || data.sizes() == shard.sizes() || !has_sizes_of_whole(data, *param),
+      data.sizes() == shard.sizes() || !has_sizes_of_whole(data, param),
       "[torch::load] expected this rank's piece of '{}', of sizes {}, got the whole, of sizes {}: load a model's file "
       "before fully_shard, or on all ranks in the scope of `auto guard = fsdp::summon_full_params(model);`",
-      param->name(),
+      param.name(),
       shard.sizes(),
       data.sizes());
 }
@@ -48,7 +41,9 @@ void check_new_data(const at::Tensor& shard, const at::Tensor& data) {
 void set_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 2);
   Param* param = param_of_shard(arguments[0].toTensor());
-  called_by_torch([&] { check_new_data(arguments[0].toTensor(), arguments[1].toTensor()); });
+  if (param != nullptr) {
+    called_by_torch([&] { check_new_data(*param, arguments[1].toTensor()); });
+  }
   intercept(op, keys, stack);
   if (param != nullptr) {
     const auto lock = param->unit().runtime().lock();

@@ -97,6 +97,7 @@ void Runtime::adopt(Runtime& other) {
   other.deliver_gradients();
   in_step_ = in_step_ || other.in_step_;
   in_forward_ = in_forward_ || other.in_forward_;
+  forward_graph_grows_ = forward_graph_grows_ || other.forward_graph_grows_;
   expects_calls_ = expects_calls_ || other.expects_calls_;
   forward_graph_.take(other.forward_graph_);
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
@@ -146,11 +147,15 @@ void Runtime::forward_begins() {
   if (!std::exchange(in_step_, true)) {
     follow_requires_grad();
   }
-  in_forward_ = in_forward_ || !expects_calls_ || running_calls::any();
+  if (!expects_calls_ || running_calls::any()) {
+    in_forward_ = forward_graph_grows_ = true;
+  } else {
+    look_at_forward_graph(); // before this use, outside of all calls, records something
+  }
 }
 
-void Runtime::forward_ends() {
-  if (!in_step_) {
+void Runtime::look_at_forward_graph() {
+  if (!std::exchange(forward_graph_grows_, false)) {
     return;
   }
   auto guard = lock();
@@ -162,8 +167,12 @@ void Runtime::forward_ends() {
   }
 }
 
-bool Runtime::needs_old_values() const {
-  return in_step_ && in_forward_ && (!expects_calls_ || running_calls::any() || forward_graph_.lives());
+bool Runtime::needs_old_values() {
+  if (!in_forward_ || !expects_calls_ || running_calls::any()) {
+    return in_forward_;
+  }
+  look_at_forward_graph();
+  return forward_graph_.lives();
 }
 
 void Runtime::check_not_broken(const char* operation) const {
@@ -365,7 +374,7 @@ void Runtime::finish_backward() {
   }
   if (step_is_over) {
     training_.end_step();
-    in_step_ = in_forward_ = false;
+    in_step_ = in_forward_ = forward_graph_grows_ = false;
     forward_graph_.clear();
   }
   backward_queued_ = false;
@@ -456,7 +465,7 @@ void Runtime::reset() {
   ++backward_; // what the broken one has queued may go later
   broken_ = false;
   delivered_.clear();
-  in_step_ = in_forward_ = false;
+  in_step_ = in_forward_ = forward_graph_grows_ = false;
   forward_graph_.clear();
   is_last_backward_ = true;
   last_ = nullptr;

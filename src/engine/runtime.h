@@ -89,11 +89,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool in_step() const {
     return in_step_;
   }
-  /// A call of a module is over.
-  void forward_ends();
   /// Between a forward and the end of its backward, which still needs the values that handles had: as long as what was
   /// recorded lives, where the program says when modules are called.
-  bool needs_old_values() const;
+  bool needs_old_values();
   /// Whether a backward has reached a unit and is not over.
   bool in_backward() const {
     return backward_queued_;
@@ -170,6 +168,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void open_for_unseen_writes();
   void end_unseen_writes();
   void check_not_broken(const char* operation) const;
+  void look_at_forward_graph();
   void reduce(Unit& unit);
   void reduce_what_waits();
   void notify(EventKind kind, const Unit* unit);
@@ -202,7 +201,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
   bool in_step_ = false;
   bool in_forward_ = false; // the step's graph is a forward's
-  ForwardGraph forward_graph_; // of the calls in this step
+  ForwardGraph forward_graph_; // of the calls in this step, as far as it is known
+  bool forward_graph_grows_ = false; // calls have recorded more since
   bool expects_calls_ = false;
   bool backward_queued_ = false;
   int graph_ = -1; // that backward goes through

@@ -41,6 +41,11 @@ Param* param_of(const at::Tensor& tensor) {
   return tenant == nullptr || tenant->role == Role::kGradient ? nullptr : tenant->param;
 }
 
+Param* param_of_shard(const at::Tensor& tensor) {
+  Param* param = param_of(tensor);
+  return param != nullptr && param->shard().is_same(tensor) ? param : nullptr;
+}
+
 bool is_handle(const at::Tensor& tensor) {
   const Tenant* tenant = tenant_of(tensor);
   return tenant != nullptr && tenant->role == Role::kHandle;

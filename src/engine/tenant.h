@@ -38,6 +38,8 @@ Tenant* tenant_of(const at::Tensor& tensor);
 
 /// The parameter behind a shard or a handle; null for any other tensor.
 Param* param_of(const at::Tensor& tensor);
+/// The parameter whose shard this is; null for any other tensor, for views of a shard too.
+Param* param_of_shard(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);
 
 struct TensorGeometry {

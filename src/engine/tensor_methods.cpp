@@ -26,14 +26,9 @@ Param* param_seen(const at::TensorBase& tensor) {
   return param_of(*at::OptionalTensorRef(tensor));
 }
 
-bool is_shard(const Param& param, const at::TensorBase& tensor) {
-  return param.shard().unsafeGetTensorImpl() == tensor.unsafeGetTensorImpl();
-}
-
-/// The shard's parameter; null for other tensors.
-Param* param_of_shard(const at::TensorBase& tensor) {
-  Param* param = param_seen(tensor);
-  return param != nullptr && is_shard(*param, tensor) ? param : nullptr;
+/// The same of a shard only.
+Param* param_of_shard_seen(const at::TensorBase& tensor) {
+  return param_seen(tensor) != nullptr ? param_of_shard(*at::OptionalTensorRef(tensor)) : nullptr;
 }
 
 bool is_in_a_graph(const at::TensorBase& leaf) {
@@ -44,7 +39,7 @@ bool is_in_a_graph(const at::TensorBase& leaf) {
 std::vector<at::Tensor> leaves_of(at::TensorList inputs) {
   std::vector<at::Tensor> leaves;
   for (const auto& input : inputs) {
-    Param* param = param_of_shard(input);
+    Param* param = param_of_shard_seen(input);
     if (param != nullptr) {
       param->follow_requires_grad();
       const auto lock = param->unit().runtime().lock();
@@ -77,7 +72,7 @@ class TensorMethods final : public ForwardingHooks {
       return;
     }
     const auto lock = param->unit().runtime().lock();
-    const bool of_shard = is_shard(*param, self);
+    const bool of_shard = param_of_shard_seen(self) != nullptr;
     const bool values = !of_shard && param_seen(data) == nullptr && param->is_handle(*at::OptionalTensorRef(self));
     if (values && param->takes_values_of_handle()) {
       param->take_values(*at::OptionalTensorRef(data));
@@ -106,7 +101,8 @@ class TensorMethods final : public ForwardingHooks {
 
   // Of a leaf only those ask who want to know where its gradient comes from.
   int64_t output_nr(const at::TensorBase& self) const override {
-    const Param* param = Registering::now || !self.requires_grad() ? nullptr : param_of_shard(self);
+    const Param* shard_of = param_of_shard_seen(self); // first: of the tensors that are asked, nearly none is ours
+    const Param* param = shard_of == nullptr || Registering::now || !self.requires_grad() ? nullptr : shard_of;
     FSDP_CHECK(
         param == nullptr || is_in_a_graph(self),
         "[autograd] '{}' was given as an input of autograd::grad or autograd::backward, as the shard that parameters() "

@@ -101,7 +101,7 @@ static void begin_root(engine::Runtime& runtime) {
   }
 }
 
-ModuleCall::ModuleCall(const FSDPModule& module) : module_(module) {
+ModuleCall::ModuleCall(const FSDPModule& module) {
   auto& runtime = module.unit()->runtime();
   runtime.follow_profiler();
   if (module.unit()->parent() == nullptr) {
@@ -112,9 +112,6 @@ ModuleCall::ModuleCall(const FSDPModule& module) : module_(module) {
 
 ModuleCall::~ModuleCall() {
   engine::running_calls::end();
-  if (!engine::running_calls::any()) {
-    module_.unit()->runtime().forward_ends();
-  }
 }
 
 void expect_calls(const FSDPModule& module) {

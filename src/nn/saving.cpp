@@ -24,9 +24,9 @@ std::string_view last_part(std::string_view path) {
 /// own is "0", those of a vector are counted, and who writes pieces himself chooses the names.
 void check_holds_no_shards(const torch::jit::Module& archive) {
   for (const auto& item : archive.named_parameters(/*recurse=*/false)) {
-    const engine::Param* param = engine::param_of(item.value);
+    const engine::Param* param = engine::param_of_shard(item.value);
     FSDP_CHECK(
-        param == nullptr || !param->shard().is_same(item.value) || last_part(param->name()) != item.name,
+        param == nullptr || last_part(param->name()) != item.name,
         "[torch::save] expected a module with whole parameters, got one where '{}' is sharded: the file would hold "
         "this rank's piece of it. Save in the scope of `auto guard = fsdp::summon_full_params(model, {.writeback = "
         "false, .rank0_only = true});`, made on all ranks, on rank 0. (Pieces: torch::save(model->parameters(), file), "

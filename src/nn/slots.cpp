@@ -16,9 +16,7 @@ namespace {
 
 // A module's registered parameters are protected; a derived class may see them.
 struct Registered : torch::nn::Module {
-  static torch::OrderedDict<std::string, at::Tensor>& of(torch::nn::Module& module) {
-    return module.*(&Registered::parameters_);
-  }
+  static constexpr auto kParameters = &Registered::parameters_;
 };
 
 bool reads_registered_parameters(const torch::nn::Module& module) {
@@ -32,16 +30,24 @@ std::string join_path(const std::string& prefix, const std::string& name) {
 
 } // namespace
 
+torch::OrderedDict<std::string, at::Tensor>& registered_parameters(torch::nn::Module& module) {
+  return module.*(Registered::kParameters);
+}
+
+const torch::OrderedDict<std::string, at::Tensor>& registered_parameters(const torch::nn::Module& module) {
+  return module.*(Registered::kParameters);
+}
+
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix) {
   std::vector<Slot> slots;
-  auto& own = Registered::of(module);
+  auto& own = registered_parameters(module);
   const bool handles_stay = reads_registered_parameters(module);
   for (auto& item : own) {
     if (item.value().defined()) {
       std::function<void(const at::Tensor&)> replace;
       if (!handles_stay) { // where it is then: others may have been registered meanwhile
         replace = [&module, owner = module.weak_from_this().lock(), name = item.key()](const at::Tensor& tensor) {
-          if (at::Tensor* place = Registered::of(module).find(name)) {
+          if (at::Tensor* place = registered_parameters(module).find(name)) {
             *place = tensor;
           }
         };

@@ -16,6 +16,10 @@ struct Module;
 
 namespace fsdp::nn {
 
+/// What a module has registered itself: no copy, as all public ways to it make one.
+torch::OrderedDict<std::string, at::Tensor>& registered_parameters(torch::nn::Module& module);
+const torch::OrderedDict<std::string, at::Tensor>& registered_parameters(const torch::nn::Module& module);
+
 /// All parameter slots of a module and its children, in the order of registration. Tied parameters have several. They
 /// cannot be replaced where a module reads its registered parameters itself.
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");

@@ -11,6 +11,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
+#include "nn/slots.h"
 
 namespace fsdp::nn::strangers {
 
@@ -28,12 +29,20 @@ Ignored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
   return found == ignored_by_unit.end() ? nullptr : found->second;
 }
 
-// A module's registered parameters are protected; a derived class may see them. Copies would take most of the time.
-struct Registered : torch::nn::Module {
-  static const auto& parameters_of(const torch::nn::Module& module) {
-    return module.*(&Registered::parameters_);
-  }
-};
+bool is_stranger(const at::Tensor& parameter) {
+  return parameter.defined() && parameter.requires_grad() && engine::param_of(parameter) == nullptr;
+}
+
+// Mostly there are none, and this is asked in each step: no name is put together, nothing copied.
+bool has_strangers(const torch::nn::Module& module) {
+  bool any = false;
+  module.apply([&](const torch::nn::Module& each) {
+    for (const auto& item : registered_parameters(each)) {
+      any = any || is_stranger(item.value());
+    }
+  });
+  return any;
+}
 
 bool shows_wholes(const engine::Unit& unit) {
   const auto& units = unit.runtime().units();
@@ -53,7 +62,7 @@ class Search {
       sharded_.push_back(ignored_by(unit));
     }
     if (!sharded_.empty()) {
-      for (const auto& item : Registered::parameters_of(module)) {
+      for (const auto& item : registered_parameters(module)) {
         check(item.key(), item.value());
       }
     }
@@ -69,7 +78,7 @@ class Search {
 
  private:
   void check(const std::string& name, const at::Tensor& parameter) const {
-    if (!parameter.defined() || !parameter.requires_grad() || engine::param_of(parameter) != nullptr) {
+    if (!is_stranger(parameter)) {
       return;
     }
     const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const Ignored& known) {
@@ -114,7 +123,9 @@ void note_ignored(const std::shared_ptr<engine::Unit>& unit, const std::vector<a
 }
 
 void check_none(const torch::nn::Module& module, const char* operation) {
-  Search(operation).look_below(module);
+  if (has_strangers(module)) { // or parameters that are ignored, or shown whole, or in no unit
+    Search(operation).look_below(module);
+  }
 }
 
 } // namespace fsdp::nn::strangers

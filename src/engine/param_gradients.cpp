@@ -1,0 +1,159 @@
+// How a parameter's gradient comes from its handle to its shard.
+
+#include <utility>
+
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "base/caller.h"
+#include "base/check.h"
+#include "base/view_into.h"
+#include "engine/backward_graph.h"
+#include "engine/forward_graph.h"
+#include "engine/internal_scope.h"
+#include "engine/param.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// Runs after a backward has put a handle's gradient together.
+struct GradientHook : torch::autograd::PostAccumulateGradHook {
+  explicit GradientHook(Param* param) : param(param), unit(param->unit().weak_from_this()), name(param->name()) {}
+  void operator()(const torch::autograd::Variable& handle) override {
+    called_by_torch([&] { arrived(handle); });
+  }
+  void arrived(const at::Tensor& handle) {
+    const auto alive = unit.lock(); // the handle's storage keeps it, unless the tensor was given another
+    FSDP_CHECK(
+        alive && !param->handle_was_replaced(handle),
+        "[backward] the data of '{}' were replaced after fully_shard, so that it is trained no more: copy new values "
+        "into it in no-grad mode, or into the shard that parameters() shows",
+        name);
+    alive->runtime().gradient_arrived(*param, handle);
+  }
+  Param* param; // lives as long as its unit
+  std::weak_ptr<Unit> unit;
+  std::string name;
+};
+
+} // namespace
+
+at::Tensor Param::shard_gradient() const {
+  return shown_->gradient();
+}
+
+bool Param::gradient_was_dropped() const {
+  return shown_itself_ && !shard_.grad().defined();
+}
+
+void Param::give_shard_gradient(at::Tensor gradient) {
+  if (gradient.sizes() != c10::IntArrayRef(shard_sizes_) || gradient.strides() != c10::IntArrayRef(shard_strides_)) {
+    gradient = view_into(gradient, gradient.scalar_type(), shard_sizes_, shard_strides_, 0);
+  }
+  if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
+    gradient = gradient.to(shard_.device(), shard_.scalar_type());
+  }
+  UserScope scope;
+  shown_->give_gradient(std::move(gradient));
+}
+
+void Param::agree_on_requires_grad() {
+  at::Tensor handle(handle_.lock());
+  if (handle.requires_grad() != requires_grad_) {
+    shown_->set_requires_grad(handle.requires_grad());
+  }
+  const bool wanted = trainable();
+  if (handle.is_leaf() && handle.requires_grad() != wanted) {
+    handle.set_requires_grad(wanted);
+  }
+  requires_grad_ = handle.requires_grad();
+  if (wanted && !hooked_) {
+    install_gradient_hooks(handle);
+    hooked_ = true;
+  }
+}
+
+void Param::install_gradient_hooks(const at::Tensor& handle) {
+  torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
+  handle.register_hook(
+      [impl = handle.unsafeGetTensorImpl(), stand_in = stand_in_.unsafeGetTensorImpl()](const at::Tensor&) {
+        // What stands in for the last gradient must not be added to the next.
+        auto& gradient = impl->mutable_grad();
+        if (gradient.unsafeGetTensorImpl() == stand_in) {
+          gradient.reset();
+        }
+      });
+}
+
+void Param::note_in(ForwardGraph& graph) const {
+  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
+    graph.note(handle);
+  }
+}
+
+void Param::note_checkpointed_use(int64_t segment) {
+  if (segment != last_segment_) {
+    last_segment_ = segment;
+    unit_.expect_gradients(expected_++ == 0);
+  }
+}
+
+void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
+  if (nested && expected_ > 0) {
+    return;
+  }
+  if (const at::Tensor handle(handle_.lock()); handle.defined() && graph.reaches(handle)) {
+    unit_.expect_gradients(expected_++ == 0);
+  }
+}
+
+void Param::take_gradient(const at::Tensor& handle) {
+  if (at::Tensor arrived = handle.grad(); arrived.defined()) {
+    handle.mutable_grad() = stand_in_;
+    if (trainable()) {
+      add_gradient(std::move(arrived));
+    }
+  } // else it was frozen since the graph was made, and so was its handle
+  if (expected_ > 0) {
+    unit_.gradient_came(--expected_ == 0);
+  }
+}
+
+void Param::add_gradient(at::Tensor arrived) {
+  unit_.gradient_on_stream(/*adds=*/gradient.defined());
+  if (arrived.requires_grad()) {
+    arrived = arrived.detach();
+  }
+  if (arrived.layout() != c10::kStrided) {
+    arrived = arrived.to_dense();
+  }
+  const bool of_a_subclass = arrived.key_set().has(c10::DispatchKey::Python);
+  if (of_a_subclass || arrived.strides() != c10::IntArrayRef(layout_.strides())) {
+    auto dense = at::empty_strided(layout_.sizes(), layout_.strides(), arrived.options());
+    dense.copy_(arrived);
+    arrived = dense;
+  }
+  if (gradient.defined()) {
+    gradient.add_(arrived);
+  } else {
+    gradient = std::move(arrived);
+    if (const auto dtype = unit_.reduce_dtype_of(*this); gradient.scalar_type() != dtype) {
+      gradient = gradient.to(dtype);
+    }
+  }
+}
+
+void Param::forget_uses() {
+  expected_ = 0;
+}
+
+bool Param::takes_part_in_reduction() const {
+  const UnitPolicy& policy = unit_.policy;
+  const bool was_put_off = partial.defined() && policy.requires_all_reduce;
+  return gradient.defined() || was_put_off || (policy.reduce_unused_params && trainable());
+}
+
+} // namespace fsdp::engine

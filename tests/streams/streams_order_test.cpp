@@ -1,0 +1,366 @@
+// What waits for what on devices with streams, and what does not have to.
+
+#include <gtest/gtest.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/torch.h>
+
+#include <fsdp/fsdp.h>
+
+#include "base/stream.h"
+#include "engine/unit.h"
+#include "nn/subjects.h"
+#include "streams/devices.h"
+#include "streams/parity_on_streams.h"
+#include "streams/queued_device.h"
+
+namespace fsdp::testing {
+namespace {
+
+const Label kTest{"test", "unit"};
+
+/// A write of shards comes after a gather that is still on its way, though nobody has waited for it.
+TEST(OnStreams, WritesComeAfterAGatherThatNobodyWaitedFor) {
+  queued_device::detector().begin_test();
+  for (const bool offload : {false, true}) {
+    on_devices({2}, [&](const Mesh& mesh) {
+      const auto home = mesh.group()->make_home(
+          {Piece{8, 4, at::kFloat, at::kFloat}}, {mesh.device(), offload, /*pin_memory=*/offload}, kTest);
+      const Stream other = new_stream(mesh.device());
+      wait_stream(other, current_stream(mesh.device()));
+      std::unique_ptr<Gathered> gathered;
+      {
+        const StreamGuard guard(other);
+        gathered = home->gather(kTest);
+      }
+      home->begin_write(kTest);
+      if (offload) {
+        queued_device::detector().written_by_host(home->slice(0), rank(), "write");
+      } else {
+        torch::from_blob(home->slice(0), {4}, torch::TensorOptions().device(mesh.device())).zero_();
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
+TEST(OnStreams, AGatherGivenBackOnADeviceThatHasFailedDoesNotEndTheProcess) {
+  on_devices({2}, [&](const Mesh& mesh) {
+    const std::vector<Piece> of_two{{8, 4, at::kFloat, at::kFloat}}, of_one{{8, 8, at::kFloat, at::kFloat}};
+    const auto home = mesh.group()->make_home(of_two, {mesh.device()}, kTest);
+    const auto home_alone = group_of_one()->make_home(of_one, {mesh.device()}, kTest);
+    auto gathered = home->gather(kTest), gathered_alone = home_alone->gather(kTest);
+    gathered->wait();
+    gathered_alone->wait();
+    barrier();
+    const StreamGuard other(new_stream(mesh.device()));
+    queued_device::fail_events(true);
+    gathered.reset();
+    gathered_alone.reset();
+    barrier();
+    queued_device::fail_events(false);
+    barrier();
+  });
+}
+
+class TheHostDoesNotWait : public ::testing::TestWithParam<Arrangement> {};
+INSTANTIATE_TEST_SUITE_P(
+    OnStreams, TheHostDoesNotWait, ::testing::Values(Arrangement{2}, Arrangement{2, 2}, Arrangement{1, 2}));
+
+/// Otherwise it could not run ahead of the device.
+TEST_P(TheHostDoesNotWait, InAStep) {
+  auto& detector = queued_device::detector();
+  on_devices(GetParam(), [&](const Mesh& mesh) {
+    Subject subject = make_seeded(tied());
+    for (auto& part : subject.parts) {
+      fully_shard(*part, {.mesh = mesh});
+    }
+    fully_shard(*subject.module, {.mesh = mesh});
+    const auto other = torch::zeros({2, 5}, torch::TensorOptions().dtype(torch::kLong).device(mesh.device()));
+    for (int step = 0; step < 3; ++step) {
+      const auto loss = subject.loss(rank(), step);
+      barrier();
+      const int64_t before = detector.waits_of_host();
+      barrier();
+      loss.backward();
+      const auto next = subject.module->as<subjects::Tied>()->forward(other);
+      barrier();
+      EXPECT_EQ(detector.waits_of_host(), before);
+      barrier();
+      as_fsdp(*subject.module).reset_iter_state();
+    }
+  });
+}
+
+/// Four layers, each a unit.
+torch::nn::Sequential sharded_layers(const FullyShardOptions& options) {
+  torch::nn::Sequential layers;
+  for (int i = 0; i < 4; ++i) {
+    layers->push_back(torch::nn::Linear(6, 6));
+    fully_shard(*layers[i], options);
+  }
+  fully_shard(*layers, options);
+  return layers;
+}
+
+at::Tensor ones_that_require_grad(const Mesh& mesh) {
+  return torch::ones({2, 6}, torch::TensorOptions().device(mesh.device())).requires_grad_();
+}
+
+std::vector<QueuedCollective> collectives_so_far(const Mesh& mesh, const std::string& name) {
+  auto collectives = take_collectives(mesh.device());
+  std::erase_if(collectives, [&](const QueuedCollective& each) { return each.name != name; });
+  return collectives;
+}
+
+/// Each is one collective, however many parameters there are, and goes on while the units below are used.
+TEST(OnStreams, AllReducesOverlapBackward) {
+  for (const Arrangement& arrangement : {Arrangement{.shards = 2, .replicas = 2}, {.shards = 1, .replicas = 2}}) {
+    on_devices(arrangement, [&](const Mesh& mesh) {
+      auto layers = sharded_layers({.mesh = mesh});
+      for (int step = 0; step < 3; ++step) {
+        std::vector<QueuedCollective> reduced;
+        Clock backward_of_third;
+        at::Tensor x = ones_that_require_grad(mesh);
+        for (int i = 0; i < 4; ++i) {
+          x = layers[i]->as<torch::nn::Linear>()->forward(x);
+          if (i == 2) {
+            x.register_hook([&](const at::Tensor&) { // before its layer's backward, after the last layer's reduction
+              reduced = collectives_so_far(mesh, "all-reduce");
+              backward_of_third = queued_device::record(current_stream(mesh.device()));
+            });
+          }
+        }
+        take_collectives(mesh.device());
+        x.sum().backward();
+        const auto later = collectives_so_far(mesh, "all-reduce");
+        ASSERT_EQ(reduced.size(), 1u);
+        EXPECT_EQ(later.size(), 3u);
+        EXPECT_FALSE(comes_after(backward_of_third, reduced[0].end));
+        EXPECT_TRUE(comes_after(queued_device::record(current_stream(mesh.device())), later.back().end));
+      }
+    });
+  }
+}
+
+TEST(OnStreams, AReduceScatterDoesNotWaitForTheAllReduceBeforeIt) {
+  on_devices({.shards = 2, .replicas = 2}, [&](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh});
+    const auto x = ones_that_require_grad(mesh);
+    const auto loss = layers->forward(x).sum();
+    take_collectives(mesh.device());
+    loss.backward();
+    std::vector<QueuedCollective> scatters, reduces;
+    for (auto& each : take_collectives(mesh.device())) {
+      (each.name == "all-reduce" ? reduces : scatters).push_back(each);
+    }
+    std::erase_if(scatters, [](const QueuedCollective& each) { return each.name != "reduce-scatter"; });
+    ASSERT_EQ(scatters.size(), 4u);
+    ASSERT_EQ(reduces.size(), 4u);
+    for (int i = 0; i < 4; ++i) {
+      EXPECT_TRUE(comes_after(reduces[i].begin, scatters[i].end));
+    }
+    for (int i = 1; i < 4; ++i) {
+      EXPECT_FALSE(comes_after(scatters[i].begin, reduces[i - 1].end));
+    }
+  });
+}
+
+/// Before an order of units was learned, a unit is released when the second next is touched. The gather of that one
+/// need not wait for the unit in between.
+TEST(OnStreams, TheFirstStepOverlaps) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh});
+    at::Tensor x = ones_that_require_grad(mesh);
+    take_collectives(mesh.device());
+    std::vector<Clock> after_layer;
+    for (int i = 0; i < 4; ++i) {
+      x = layers[i]->as<torch::nn::Linear>()->forward(x);
+      after_layer.push_back(queued_device::record(current_stream(mesh.device())));
+    }
+    const auto gathers = collectives_so_far(mesh, "all-gather");
+    ASSERT_EQ(gathers.size(), 4u);
+    for (int i = 2; i < 4; ++i) {
+      EXPECT_FALSE(comes_after(gathers[i].begin, after_layer[i - 1])) << "unit " << i;
+      EXPECT_TRUE(comes_after(gathers[i].begin, after_layer[i - 2])) << "unit " << i;
+    }
+    x.sum().backward();
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+std::optional<ShardPlacement> along_columns(const at::Tensor& param, const std::string&) {
+  return ShardPlacement{.dim = param.dim() - 1};
+}
+
+/// A tower of four layers on one stream; another stream uses one of them too, beside it.
+TEST(OnStreams, AUnitThatIsUsedOnTwoStreams) {
+  for (const bool unpacked : {false, true}) {
+    for (const bool recorded : {true, false}) {
+      for (int shared = 0; shared < 4; ++shared) {
+        SCOPED_TRACE(::testing::Message() << unpacked << " " << recorded << " " << shared);
+        queued_device::detector().begin_test();
+        on_devices({2}, [&](const Mesh& mesh) {
+          FullyShardOptions options{.mesh = mesh, .reshard_after_forward = true};
+          if (unpacked) {
+            options.shard_placement_fn = along_columns;
+          }
+          auto layers = sharded_layers(options);
+          const auto layer = [&](int i) { return layers[i]->as<torch::nn::Linear>(); };
+          torch::optim::SGD optimizer(layers->parameters(), 0.1);
+          const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+          const c10::AutoGradMode grad_mode(recorded);
+          for (int step = 0; step < 3; ++step) {
+            at::Tensor x = ones_that_require_grad(mesh), other = x;
+            const at::Tensor input = x; // stays until both have read it
+            wait_stream(beside, here);
+            for (int i = 0; i < 4; ++i) {
+              x = layer(i)->forward(x);
+              if (i == shared) {
+                const StreamGuard guard(beside);
+                other = layer(i)->forward(input);
+              }
+            }
+            wait_stream(here, beside);
+            if (recorded) {
+              (x.sum() + other.sum()).backward();
+              optimizer.step();
+            }
+            wait_stream(beside, here); // what `other` leaves is used there again
+          }
+        });
+        EXPECT_EQ(queued_device::detector().take_races(), Races());
+      }
+    }
+  }
+}
+
+/// What a broken-off backward has left in flight is not waited for, but its memory is not used again too early.
+TEST(OnStreams, StepsThatBreakOffWithReductionsInFlight) {
+  for (const auto& [arrangement, separate_group] :
+       {std::pair{Arrangement{.shards = 2}, false},
+        {Arrangement{.shards = 2}, true},
+        {Arrangement{.shards = 2, .replicas = 2}, false}}) {
+    queued_device::detector().begin_test();
+    on_devices(arrangement, [&, separate_group = separate_group](const Mesh& mesh) {
+      auto layers = sharded_layers({.mesh = mesh});
+      as_fsdp(*layers).set_separate_reduce_scatter_group(separate_group);
+      for (int step = 0; step < 3; ++step) {
+        at::Tensor x = ones_that_require_grad(mesh);
+        for (int i = 0; i < 4; ++i) {
+          if (i == 1) {
+            x.register_hook([](const at::Tensor&) -> at::Tensor { throw std::runtime_error("broken off"); });
+          }
+          x = layers[i]->as<torch::nn::Linear>()->forward(x);
+        }
+        EXPECT_ANY_THROW(x.sum().backward());
+        as_fsdp(*layers).reset_iter_state();
+        layers->forward(ones_that_require_grad(mesh)).sum().backward();
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
+/// The memory of writable copies is that of the stream that has written first.
+TEST(OnStreams, AParameterWrittenAfterItWasReadOnAnotherStream) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [](const Mesh& mesh) {
+    const torch::NoGradGuard no_grad;
+    auto layers = sharded_layers({.mesh = mesh});
+    const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+    auto* layer = layers[0]->as<torch::nn::Linear>();
+    const auto x = torch::ones({2, 6}, torch::TensorOptions().device(mesh.device()));
+    for (int step = 0; step < 3; ++step) {
+      wait_stream(beside, here);
+      at::Tensor before = layer->forward(x), after;
+      {
+        const StreamGuard guard(beside);
+        before = layer->forward(x);
+      }
+      layer->weight.mul_(2);
+      wait_stream(beside, here);
+      {
+        const StreamGuard guard(beside);
+        after = layer->forward(x);
+      }
+      layers[1]->as<torch::nn::Linear>()->forward(x);
+      wait_stream(here, beside);
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// Autograd runs the backward of what was recorded on a stream on that stream.
+TEST(OnStreams, GradientsOfOneUnitFromTwoStreams) {
+  for (const bool bf16 : {false, true}) {
+    queued_device::detector().begin_test();
+    on_devices({2}, [&](const Mesh& mesh) {
+      torch::nn::Sequential model(torch::nn::Linear(6, 6), torch::nn::Linear(6, 6));
+      FullyShardOptions options{.mesh = mesh};
+      if (bf16) {
+        options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+      }
+      auto root = fully_shard(*model, options);
+      torch::optim::SGD optimizer(model->parameters(), 0.1);
+      const auto layer = [&](int i) { return model[i]->as<torch::nn::Linear>(); };
+      const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+      for (int step = 0; step < 4; ++step) {
+        root.set_requires_gradient_sync(step % 2 == 1);
+        at::Tensor x = ones_that_require_grad(mesh), other = ones_that_require_grad(mesh), crossed;
+        wait_stream(beside, here);
+        x = layer(0)->forward(x);
+        {
+          const StreamGuard guard(beside);
+          other = layer(1 - step / 2)->forward(other);
+        }
+        wait_stream(here, beside);
+        (x.sum() + other.sum()).backward();
+        optimizer.step();
+        wait_stream(beside, here);
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
+struct HookThatReads : torch::autograd::PostAccumulateGradHook {
+  explicit HookThatReads(int* calls) : device(rank()), calls(calls) {}
+  void operator()(const torch::autograd::Variable& shard) override {
+    EXPECT_TRUE(shard.grad().is_pinned());
+    queued_device::detector().read_by_host(shard.grad().data_ptr(), device, "hook");
+    ++*calls;
+  }
+  int device;
+  int* calls;
+};
+
+/// Once, when all copies are on their way; hooks and users read gradients after that.
+TEST(OnStreams, OffloadedGradientsAreWaitedForOnce) {
+  auto& detector = queued_device::detector();
+  for (const Arrangement& arrangement : {Arrangement{.shards = 2}, {.shards = 2, .replicas = 2}}) {
+    detector.begin_test();
+    on_devices(arrangement, [&](const Mesh& mesh) {
+      auto layers = sharded_layers({.mesh = mesh, .offload_policy = CPUOffloadPolicy{}});
+      int seen = 0;
+      for (auto& shard : layers->parameters()) {
+        torch::autograd::impl::set_post_acc_grad_hooks(shard, std::make_unique<HookThatReads>(&seen));
+      }
+      for (int step = 0; step < 3; ++step) { // gradients add up
+        const auto loss = layers->forward(ones_that_require_grad(mesh)).sum();
+        barrier();
+        const int64_t before = detector.waits_of_host();
+        barrier();
+        loss.backward();
+        barrier();
+        EXPECT_EQ(detector.waits_of_host() - before, arrangement.ranks());
+        barrier();
+        EXPECT_EQ(seen, 8 * (step + 1));
+      }
+    });
+    EXPECT_EQ(detector.take_races(), Races());
+  }
+}
+
+} // namespace
+} // namespace fsdp::testing
