@@ -141,6 +141,11 @@ def has_kind(model, kind):
     return any(each.kind == kind for each in model.modules() if isinstance(each, Layer))
 
 
+def has_ties(model):
+    weights = [id(each.weight) for each in linears(model)]
+    return len(set(weights)) < len(weights)
+
+
 def linears(model):
     return [each for each in model.modules() if isinstance(each, nn.Linear)]
 
