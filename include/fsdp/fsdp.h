@@ -14,6 +14,7 @@
 #include <fsdp/module_ref.h>
 #include <fsdp/optim.h>
 #include <fsdp/policy.h>
+#include <fsdp/sharded_grad_scaler.h>
 #include <fsdp/sharded_tensor.h>
 #include <fsdp/summon.h>
 #include <fsdp/trace.h>
