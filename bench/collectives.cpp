@@ -59,7 +59,9 @@ class ReduceScatter {
       : chunk_(numel / fsdp::world_size()), whole_(at::full({numel}, 1.0f)), slice_(at::zeros({chunk_})) {}
 
   double time() {
-    return seconds([&] { fsdp::world()->reduce_scatter({{whole_}, {chunk_}, {slice_}, 2}, kLabel)->wait(); });
+    return seconds([&] {
+      fsdp::world()->reduce_scatter({{whole_}, {{whole_.numel(), chunk_}}, {slice_}, 2}, kLabel)->wait();
+    });
   }
 
  private:

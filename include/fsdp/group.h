@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/cut.h>
 #include <fsdp/export.h>
 
 namespace c10d {
@@ -25,19 +26,18 @@ struct Label {
   std::string unit; ///< the unit's name, or empty
 };
 
-/// One parameter as the ranks of a group share it: rank r keeps elements [r * chunk, (r + 1) * chunk), cut off at
-/// `numel`.
+/// What the ranks of a group share, and gather: one parameter, or many that are cut as one.
 struct Piece {
-  int64_t numel; ///< of the whole parameter
+  int64_t numel; ///< of the whole
   int64_t chunk; ///< of a full slice; trailing ranks may hold less, or nothing
   c10::ScalarType stored; ///< dtype of the slices
-  c10::ScalarType gathered; ///< dtype of the whole parameter once gathered
+  c10::ScalarType gathered; ///< dtype of the whole once gathered
 
   int64_t begin(int rank) const {
-    return std::min(numel, chunk * rank);
+    return Cut{numel, chunk}.begin(rank);
   }
   int64_t length(int rank) const {
-    return std::min(numel, chunk * (rank + 1)) - begin(rank);
+    return Cut{numel, chunk}.length(rank);
   }
   /// Of so many ranks, the first, slices hold something.
   int holders() const {
@@ -94,7 +94,8 @@ struct HomeOptions {
 struct ReduceScatter {
   std::vector<at::Tensor>
       wholes; ///< contiguous, one dtype; may be overwritten; kept alive until all ranks have read them
-  std::vector<int64_t> chunks; ///< as in Piece, per tensor
+  /// Per tensor. Those with something before them are parts of what the tensor before them in the list is a part of.
+  std::vector<Cut> cuts;
   std::vector<at::Tensor> slices; ///< contiguous results, same dtype
   double divide_by = 1; ///< the sums are divided by it
 };

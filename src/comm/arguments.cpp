@@ -7,16 +7,30 @@
 namespace fsdp {
 namespace {
 
-void check_chunk(int64_t numel, int64_t chunk, size_t index, int size, const Label& label) {
+void check_cut(const Cut& cut, size_t index, int size, const Label& label) {
   FSDP_CHECK(
-      numel >= 0 && chunk >= 0 && chunk * size >= numel,
-      "[{}] expected chunks that cover the whole tensor on {} ranks, but tensor {} has {} elements and chunks of {}; "
-      "use at least its size divided by the ranks, rounded up",
+      cut.numel >= 0 && cut.before >= 0 && cut.chunk >= 0 && cut.chunk * size >= cut.before + cut.numel,
+      "[{}] expected chunks that cover the whole tensor on {} ranks, but tensor {} has {} elements after {} others and "
+      "chunks of {}; use at least its size divided by the ranks, rounded up",
       label.operation,
       size,
       index,
-      numel,
-      chunk);
+      cut.numel,
+      cut.before,
+      cut.chunk);
+}
+
+// Where parts of one tensor lie in a rank's share follows from the order of the list.
+void check_follows(const std::vector<Cut>& cuts, size_t index, const Label& label) {
+  const Cut& cut = cuts[index];
+  const bool is_part = index > 0 && cut.before > 0;
+  FSDP_CHECK(
+      !is_part || (cut.chunk == cuts[index - 1].chunk && cut.before >= cuts[index - 1].before + cuts[index - 1].numel),
+      "[{}] expected tensor {} to lie behind the one before it in what both are parts of, and in equal chunks; give "
+      "the "
+      "parts of each flat parameter in their order",
+      label.operation,
+      index);
 }
 
 bool alike(const at::Tensor& a, const at::Tensor& b) {
@@ -31,31 +45,39 @@ std::string kind(const at::Tensor& tensor) {
 
 void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label) {
   for (size_t i = 0; i < pieces.size(); ++i) {
-    check_chunk(pieces[i].numel, pieces[i].chunk, i, size, label);
+    check_cut({pieces[i].numel, pieces[i].chunk}, i, size, label);
   }
 }
 
 void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const Label& label) {
   const size_t count = args.wholes.size();
   FSDP_CHECK(
-      args.chunks.size() == count && args.slices.size() == count,
-      "[{}] expected one chunk and one slice for each of {} tensors, got {} chunks and {} slices",
+      args.cuts.size() == count && args.slices.size() == count,
+      "[{}] expected one cut and one slice for each of {} tensors, got {} cuts and {} slices",
       label.operation,
       count,
-      args.chunks.size(),
+      args.cuts.size(),
       args.slices.size());
   for (size_t i = 0; i < count; ++i) {
     const at::Tensor& whole = args.wholes[i];
     const at::Tensor& slice = args.slices[i];
-    check_chunk(whole.numel(), args.chunks[i], i, size, label);
+    const Cut& cut = args.cuts[i];
+    FSDP_CHECK(
+        whole.numel() == cut.numel,
+        "[{}] expected tensor {} to have the {} elements of its cut, got {}",
+        label.operation,
+        i,
+        cut.numel,
+        whole.numel());
+    check_cut(cut, i, size, label);
+    check_follows(args.cuts, i, label);
     check_contiguous(whole, label);
     check_contiguous(slice, label);
-    const Piece piece{whole.numel(), args.chunks[i], whole.scalar_type(), whole.scalar_type()};
     FSDP_CHECK(
-        slice.numel() == piece.length(rank),
+        slice.numel() == cut.length(rank),
         "[{}] expected a slice of {} elements for tensor {}, got {}",
         label.operation,
-        piece.length(rank),
+        cut.length(rank),
         i,
         slice.numel());
     FSDP_CHECK(

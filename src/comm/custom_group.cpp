@@ -97,7 +97,7 @@ class OtherReduceScatter final : public WithCollective {
   using WithCollective::WithCollective;
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     check_reduce_scatter(args, rank(), size(), label);
-    const RankMajor layout(args, size());
+    const RankMajor layout(args, rank(), size());
     const c10::Device device = args.wholes.empty() ? c10::Device(c10::kCPU) : args.wholes[0].device();
     if (layout.row() > 0) {
       const at::Tensor input = at::empty({size() * layout.row()}, args.wholes[0].options());

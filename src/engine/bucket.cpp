@@ -64,18 +64,13 @@ bool Bucket::has_values() const {
 void Bucket::settle(const Unit& unit) {
   group_users::stop_readers(*gather_group);
   drop_share();
-  std::vector<Piece> pieces;
-  for (const Param* param : params_) {
-    const auto stored = param->shard_dtype();
-    pieces.push_back({param->layout().numel(), param->layout().chunk(), stored, gathered_dtype(stored)});
-  }
   const Label label = unit.label("fully_shard");
-  auto home = make_home(*gather_group, pieces, options_.offload, label);
+  auto home = make_home(*gather_group, pieces(), options_.offload, label);
   home->begin_write(label);
   const c10::Device device = options_.offload ? c10::Device(c10::kCPU) : options_.device;
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!params_[i]->on_meta()) {
-      params_[i]->move_shard(home->slice(i), home, device);
+      params_[i]->move_shard(slice(*home, i), home, device);
     }
   }
   home_ = std::move(home);
@@ -89,6 +84,27 @@ void Bucket::settle(const Unit& unit) {
     // Once together, so that from now on a rank may read alone: ranks may begin with different units.
     home_->gather(label)->wait();
   }
+}
+
+std::vector<Piece> Bucket::pieces() const {
+  std::vector<Piece> pieces;
+  for (const Param* param : params_) {
+    const auto stored = param->shard_dtype();
+    pieces.push_back({param->layout().numel(), param->layout().cut().chunk, stored, gathered_dtype(stored)});
+  }
+  return pieces;
+}
+
+void* Bucket::slice(const Home& home, size_t index) const {
+  return home.slice(index);
+}
+
+void* Bucket::whole(const Gathered& gathered, size_t index) const {
+  return gathered.piece(index);
+}
+
+bool Bucket::lies_well(const Param& param) const {
+  return param.layout().in_place();
 }
 
 void Bucket::settle_among(int ranks, const Label& label) {
@@ -115,7 +131,7 @@ void Bucket::keep_share(const Label& label) {
   share_ = make_home(*neighbours_, pieces, /*offload=*/false, label);
   for (size_t i = 0; i < params_.size(); ++i) {
     const int64_t begin = pieces[i].begin(neighbours_->rank()), length = pieces[i].length(neighbours_->rank());
-    auto whole = params_[i]->flat_view_of_whole(gathered_->piece(i), pieces[i].gathered, options_.device);
+    auto whole = params_[i]->flat_view_of_whole(this->whole(*gathered_, i), pieces[i].gathered, options_.device);
     at::from_blob(share_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
   }
 }
@@ -135,11 +151,9 @@ void Bucket::wait() {
   unpacked_.resize(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& param = *params_[i];
-    if (!param.layout().in_place()) {
-      auto slices = param.flat_view_of_whole(gathered_->piece(i), param.gathered_dtype(), options_.device);
-      auto whole = at::empty_strided(param.layout().sizes(), param.layout().strides(), slices.options());
-      param.layout().unpack(slices, whole);
-      unpacked_[i] = std::move(whole);
+    if (!lies_well(param)) {
+      void* slices = whole(*gathered_, i);
+      unpacked_[i] = param.layout().unpack(param.flat_view_of_whole(slices, param.gathered_dtype(), options_.device));
     }
     param.set_whole(memory_of(i));
   }
@@ -149,7 +163,7 @@ void* Bucket::memory_of(size_t index) const {
   if (index < unpacked_.size() && unpacked_[index].defined()) {
     return unpacked_[index].data_ptr();
   }
-  return gathered_ ? gathered_->piece(index) : nullptr;
+  return gathered_ ? whole(*gathered_, index) : nullptr;
 }
 
 size_t Bucket::index_of(const Param& param) const {
@@ -230,7 +244,7 @@ void Bucket::write_back(size_t index) {
     return;
   }
   auto slices = layout.in_place() ? whole.as_strided({layout.numel()}, {1}) : layout.pack(whole);
-  auto mine = slices.narrow(0, layout.begin(param.rank()), layout.length(param.rank()));
+  auto mine = slices.narrow(0, layout.cut().begin(param.rank()), layout.cut().length(param.rank()));
   auto shard = param.shard();
   auto written = mine.as_strided(shard.sizes(), shard.strides(), mine.storage_offset());
   if (written.scalar_type() != shard.scalar_type()) { // what was not changed keeps the digits that were not gathered

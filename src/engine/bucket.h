@@ -55,6 +55,8 @@ class Bucket {
 
   /// False while all parameters are on the meta device.
   bool has_values() const;
+  /// Gathered memory can be a parameter's own: no copy is made of it.
+  virtual bool lies_well(const Param& param) const;
   /// True if the handles point into memory that other ranks write.
   virtual bool reads_in_place() const;
   /// Whether a gather needs the other ranks: not where all slices are read in place.
@@ -107,6 +109,10 @@ class Bucket {
 
  protected:
   size_t index_of(const Param& param) const;
+  /// What the home consists of, and where a parameter lies there and in what is gathered of it.
+  virtual std::vector<Piece> pieces() const;
+  virtual void* slice(const Home& home, size_t index) const;
+  virtual void* whole(const Gathered& gathered, size_t index) const;
 
   std::shared_ptr<Home> home_;
   std::unique_ptr<Gathered> gathered_;

@@ -39,7 +39,7 @@ class ExtendedBucket final : public Bucket {
 
   std::vector<at::Tensor> made_before_gather(size_t index) const;
   void settle(size_t index);
-  std::vector<Piece> pieces() const;
+  std::vector<Piece> pieces() const override;
   void check_alike(const Label& label) const;
   void write(size_t index, const std::vector<at::Tensor>& tensors, size_t first_piece);
   std::vector<at::Tensor> gathered_tensors(size_t index, size_t first_piece) const;

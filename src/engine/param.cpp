@@ -24,7 +24,7 @@ bool lies_as(const at::Tensor& tensor, c10::IntArrayRef strides) {
 
 } // namespace
 
-Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout)
+Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::ParamLayout layout)
     : handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
       shown_(std::make_shared<ShardItself>(shard_)),
       gathered_(original.scalar_type()),
@@ -91,7 +91,7 @@ at::Tensor Param::piece_in(const at::Tensor& source) const {
   }
   const auto slices = layout_.in_place() ? whole : layout_.pack(whole);
   auto piece = at::empty({0}, options);
-  piece.set_(slices.storage(), slices.storage_offset() + layout_.begin(rank_), shard_sizes_, shard_strides_);
+  piece.set_(slices.storage(), slices.storage_offset() + layout_.cut().begin(rank_), shard_sizes_, shard_strides_);
   return slices.is_alias_of(source) ? piece : piece.clone();
 }
 

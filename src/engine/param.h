@@ -13,7 +13,7 @@
 #include <fsdp/shown_shard.h>
 
 #include "engine/tenant.h"
-#include "layout/dim_layout.h"
+#include "layout/param_layout.h"
 
 namespace fsdp::engine {
 
@@ -26,7 +26,7 @@ class Unit;
 /// Owned by its unit; not thread safe by itself: the runtime's lock covers it.
 class alignas(64) Param {
  public:
-  Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::DimLayout layout);
+  Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::ParamLayout layout);
   ~Param();
   Param(const Param&) = delete;
   Param& operator=(const Param&) = delete;
@@ -39,7 +39,7 @@ class alignas(64) Param {
     return name_;
   }
   void set_name(std::string name);
-  const layout::DimLayout& layout() const {
+  const layout::ParamLayout& layout() const {
     return layout_;
   }
   Bucket& bucket() const {
@@ -169,6 +169,10 @@ class alignas(64) Param {
   void forget_uses();
   /// Whether the next reduction of its unit has something to do for it.
   bool takes_part_in_reduction() const;
+  /// The same where something is reduced for another of its bucket: the gradient of a flat parameter is one.
+  bool joins_reduction() const {
+    return takes_part_in_reduction() || (layout_.is_part_of_flat() && trainable());
+  }
 
   at::Tensor gradient; ///< arrived, whole, in the reduce dtype; undefined if none
   at::Tensor partial; ///< this rank's slice, reduced over the shard dimension of a hybrid mesh only
@@ -221,7 +225,7 @@ class alignas(64) Param {
   // The handle as it is gathered, while it shows a copy of another dtype or device: views of it are views of this.
   at::Tensor put_aside_;
   c10::SmallVector<HollowStorage, 1> put_aside_storages_;
-  layout::DimLayout layout_;
+  layout::ParamLayout layout_;
   std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
   std::vector<Tenant*> watched_; // owned by storages
   std::vector<Forgetful> forgetful_;

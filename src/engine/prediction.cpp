@@ -29,7 +29,7 @@ bool reads_in_place(const Param& param) {
 int64_t whole_bytes(const Unit& unit) {
   int64_t bytes = 0;
   for (const auto& param : unit.params()) {
-    const bool own_memory = !reads_in_place(*param) || !param->layout().in_place();
+    const bool own_memory = !reads_in_place(*param) || !param->bucket().lies_well(*param);
     const bool cast = param->shard_dtype() != param->gathered_dtype();
     const int ranks = param->bucket().gather_group->size();
     bytes += own_memory ? param->gathered_bytes() : (cast ? param->gathered_bytes() / ranks : 0);

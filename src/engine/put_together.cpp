@@ -1,7 +1,8 @@
 #include "engine/put_together.h"
 
-#include <ATen/ops/as_strided.h>
-#include <ATen/ops/empty_strided.h>
+#include <algorithm>
+
+#include <ATen/ops/cat.h>
 #include <ATen/ops/from_blob.h>
 
 #include "engine/bucket.h"
@@ -12,14 +13,24 @@ namespace fsdp::engine {
 
 namespace {
 
-at::Tensor laid_out(const layout::DimLayout& layout, const at::Tensor& slices) {
-  auto whole = at::empty_strided(layout.sizes(), layout.strides(), slices.options());
-  if (layout.in_place()) {
-    at::as_strided(whole, {layout.numel()}, {1}).copy_(slices);
-  } else {
-    layout.unpack(slices, whole);
+// The ranks' slices may begin and end anywhere: each travels in as much room as the longest takes.
+Piece piece_for(const Param& param, c10::ScalarType dtype, int ranks) {
+  int64_t longest = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    longest = std::max(longest, param.layout().cut().length(rank));
   }
-  return whole;
+  return {longest * ranks, longest, dtype, dtype};
+}
+
+at::Tensor slices_in(const at::Tensor& rows, const Cut& cut, const Piece& piece) {
+  if (cut.before == 0) {
+    return rows.narrow(0, 0, cut.numel);
+  }
+  std::vector<at::Tensor> slices;
+  for (int64_t rank = 0; rank * piece.chunk < piece.numel; ++rank) {
+    slices.push_back(rows.narrow(0, rank * piece.chunk, cut.length(static_cast<int>(rank))));
+  }
+  return slices.empty() ? rows : at::cat(slices);
 }
 
 } // namespace
@@ -34,7 +45,7 @@ std::vector<at::Tensor> put_together(const std::vector<PieceOf>& pieces, c10::De
   const c10::Device device = pieces[0].param->unit().device();
   std::vector<Piece> shapes;
   for (const auto& [param, local] : pieces) {
-    shapes.push_back({param->layout().numel(), param->layout().chunk(), local.scalar_type(), local.scalar_type()});
+    shapes.push_back(piece_for(*param, local.scalar_type(), group.size()));
   }
   const auto home = group.make_home(shapes, {device}, label);
   home->begin_write(label);
@@ -50,8 +61,9 @@ std::vector<at::Tensor> put_together(const std::vector<PieceOf>& pieces, c10::De
   std::vector<at::Tensor> wholes;
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Param& param = *pieces[i].param;
-    const auto slices = param.flat_view_of_whole(gathered->piece(i), shapes[i].stored, device);
-    wholes.push_back(laid_out(param.layout(), slices).to(target));
+    const auto options = at::TensorOptions().dtype(shapes[i].stored).device(device);
+    const auto rows = at::from_blob(gathered->piece(i), {shapes[i].numel}, options);
+    wholes.push_back(param.layout().unpack(slices_in(rows, param.layout().cut(), shapes[i])).to(target));
   }
   group.exchange("", label); // nobody reads this rank's slices any more
   return wholes;

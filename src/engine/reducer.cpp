@@ -48,14 +48,18 @@ struct Reducer::Reduction {
   bool is_reduced_twice() const {
     return scatters && replicas() != nullptr;
   }
-  /// Elements of `flat` for a parameter's slice. Slices start where vector instructions like it, as torch's own
-  /// allocations do; what a hook is given has no gaps, and the same size on all ranks: full shards, as PyTorch's.
-  int64_t room_for(const Param& param, c10::ScalarType dtype) const {
-    if (hook) {
-      return param.layout().chunk();
+  /// Where a parameter's slice begins in `flat`, which reaches to `end` so far, and grows. Slices start where vector
+  /// instructions like it, as torch's own allocations do; what a hook is given has no gaps, and the same size on all
+  /// ranks: full shards, as PyTorch's.
+  int64_t make_room(const Param& param, c10::ScalarType dtype, int64_t& end) const {
+    const Cut& cut = param.layout().cut();
+    if (hook && param.layout().is_part_of_flat()) {
+      end = cut.chunk;
+      return std::min(cut.offset(param.rank()), cut.chunk);
     }
     const int64_t per_line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
-    return (param.layout().length(param.rank()) + per_line - 1) / per_line * per_line;
+    const int64_t room = hook ? cut.chunk : (cut.length(param.rank()) + per_line - 1) / per_line * per_line;
+    return std::exchange(end, end + room);
   }
 };
 
@@ -171,9 +175,10 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
   for (auto* tensors : {&args.wholes, &args.slices}) {
     tensors->reserve(bucket.params().size());
   }
+  std::vector<int64_t> offsets;
   int64_t numel = 0;
   for (Param* param : bucket.params()) {
-    if (!param->takes_part_in_reduction() || unit.reduce_dtype_of(*param) != dtype) {
+    if (!param->joins_reduction() || unit.reduce_dtype_of(*param) != dtype) {
       continue;
     }
     reduction.params.push_back(param);
@@ -181,9 +186,9 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
       reduction.wholes.push_back(param->gradient);
     }
     args.wholes.push_back(take_gradient(*param, dtype, unit.device()));
-    args.chunks.push_back(param->layout().chunk());
+    args.cuts.push_back(param->layout().cut());
     reduction.bytes += static_cast<int64_t>(args.wholes.back().nbytes());
-    numel += reduction.room_for(*param, dtype);
+    offsets.push_back(reduction.make_room(*param, dtype, numel));
   }
   // Alone, the whole gradient is the slice: nothing is copied, unless all slices go on as one, or to the host.
   const bool goes_on =
@@ -193,12 +198,11 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
     const auto options = at::TensorOptions().dtype(dtype).device(unit.device());
     reduction.flat = reduction.hook ? at::zeros({numel}, options) : at::empty({numel}, options);
   }
-  int64_t offset = 0;
   for (size_t i = 0; i < reduction.params.size(); ++i) {
     const Param& param = *reduction.params[i];
-    const int64_t length = param.layout().length(param.rank());
-    args.slices.push_back(view_into(in_place ? args.wholes[i] : reduction.flat, dtype, length, in_place ? 0 : offset));
-    offset += reduction.room_for(param, dtype);
+    const int64_t length = param.layout().cut().length(param.rank());
+    args.slices.push_back(
+        view_into(in_place ? args.wholes[i] : reduction.flat, dtype, length, in_place ? 0 : offsets[i]));
   }
   const bool all_reduced_later = reduction.replicas() != nullptr;
   args.divide_by = all_reduced_later && !divides_early(dtype) ? 1 : reduction.divide_by;

@@ -11,9 +11,11 @@
 #include "base/tracing.h"
 #include "engine/backward_graph.h"
 #include "engine/extended_bucket.h"
+#include "engine/flat_bucket.h"
 #include "engine/group_users.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "layout/flat_layout.h"
 
 namespace fsdp::engine {
 
@@ -23,7 +25,7 @@ const Mesh& mesh_of(const ParamSpec& param, const UnitSpec& unit) {
   return param.placement.mesh ? *param.placement.mesh : unit.mesh;
 }
 
-layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
+std::vector<int64_t> strides_of(const ParamSpec& spec) {
   const auto& tensor = spec.tensor;
   FSDP_CHECK(
       tensor.layout() == c10::kStrided,
@@ -31,6 +33,13 @@ layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
       "into ignored_params",
       spec.name,
       tensor.layout());
+  const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
+  return dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
+}
+
+layout::ParamLayout cut_along_dimension(const ParamSpec& spec, int ranks) {
+  const auto& tensor = spec.tensor;
+  auto strides = strides_of(spec);
   const int64_t ndim = tensor.dim();
   int64_t dim = spec.placement.dim;
   FSDP_CHECK(
@@ -41,9 +50,24 @@ layout::DimLayout layout_of(const ParamSpec& spec, int ranks) {
       spec.name,
       ndim);
   dim = dim < 0 && ndim > 0 ? dim + ndim : std::max<int64_t>(dim, 0);
-  const bool dense = layout::is_dense(tensor.sizes(), tensor.strides());
-  auto strides = dense ? tensor.strides().vec() : layout::contiguous_strides(tensor.sizes());
   return {tensor.sizes().vec(), std::move(strides), dim, ranks};
+}
+
+std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) {
+  std::vector<int64_t> numels;
+  std::vector<NamedDtype> dtypes;
+  for (const auto& param : spec.params) {
+    numels.push_back(param.tensor.numel());
+    dtypes.push_back({param.name, param.tensor.scalar_type()});
+  }
+  check_one_dtype(dtypes);
+  const layout::FlatLayout flat(std::move(numels), ranks, *spec.flat_alignment);
+  std::vector<layout::ParamLayout> parts;
+  for (size_t i = 0; i < spec.params.size(); ++i) {
+    const auto& param = spec.params[i];
+    parts.emplace_back(param.tensor.sizes().vec(), strides_of(param), flat.cut(i), ranks);
+  }
+  return parts;
 }
 
 } // namespace
@@ -93,22 +117,34 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
   BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, extended};
   if (extended) {
     buckets_.push_back(std::make_unique<ExtendedBucket>(std::move(options)));
+  } else if (spec.flat_alignment) {
+    buckets_.push_back(std::make_unique<FlatBucket>(std::move(options)));
   } else {
     buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
   }
   return *buckets_.back();
 }
 
+std::vector<layout::ParamLayout> Unit::layouts_of(const UnitSpec& spec) {
+  if (spec.flat_alignment) {
+    return parts_of_flat(spec, spec.mesh.group(spec.mesh.ndim() - 1)->size());
+  }
+  std::vector<layout::ParamLayout> layouts;
+  for (const auto& param : spec.params) {
+    layouts.push_back(cut_along_dimension(param, bucket_for(param, spec).shard_group().size()));
+  }
+  return layouts;
+}
+
 void Unit::add_params(UnitSpec& spec) {
   InternalScope scope;
-  for (const auto& param_spec : spec.params) {
-    layout_of(param_spec, bucket_for(param_spec, spec).shard_group().size()); // an error leaves the module as it was
-  }
-  for (auto& param_spec : spec.params) {
+  auto layouts = layouts_of(spec); // an error leaves the module as it was
+  for (size_t i = 0; i < spec.params.size(); ++i) {
+    auto& param_spec = spec.params[i];
     Bucket& bucket = bucket_for(param_spec, spec);
     param_spec.tensor.mutable_grad().reset(); // of a whole parameter, to which no shard's could be added
-    params_.push_back(std::make_unique<Param>(
-        *this, bucket, param_spec.name, param_spec.tensor, layout_of(param_spec, bucket.shard_group().size())));
+    params_.push_back(
+        std::make_unique<Param>(*this, bucket, param_spec.name, param_spec.tensor, std::move(layouts[i])));
     Param& param = *params_.back();
     bucket.add(&param, param_spec.placement.extension);
     param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);

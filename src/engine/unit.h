@@ -45,6 +45,8 @@ struct UnitSpec {
   MixedPrecisionPolicy precision;
   std::optional<CPUOffloadPolicy> offload;
   ReshardAfterForward reshard_after_forward;
+  /// If set, the parameters are cut as one flat parameter, in which each begins at a multiple of so many elements.
+  std::optional<int64_t> flat_alignment;
 };
 
 /// What a unit does when; set by the user, read by runtime and reducer.
@@ -253,6 +255,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
  private:
   Unit(UnitSpec& spec);
   void add_params(UnitSpec& spec);
+  std::vector<layout::ParamLayout> layouts_of(const UnitSpec& spec);
   Bucket& bucket_for(const ParamSpec& param, const UnitSpec& spec);
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>

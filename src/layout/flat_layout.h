@@ -4,42 +4,36 @@
 #include <cstdint>
 #include <vector>
 
-namespace fsdp::layout {
+#include <fsdp/cut.h>
 
-/// Part of a one-dimensional tensor.
-struct Range {
-  int64_t begin = 0;
-  int64_t length = 0;
-};
+namespace fsdp::layout {
 
 /// Many parameters laid one after another in one flat parameter, padded at its end so that every rank gets the same
 /// number of elements. A rank's share begins and ends anywhere in a parameter. Immutable.
 class FlatLayout {
  public:
-  FlatLayout(std::vector<int64_t> numels, int ranks);
+  /// `alignment`: elements of which each parameter's beginning is a multiple.
+  FlatLayout(std::vector<int64_t> numels, int ranks, int64_t alignment = 1);
 
   /// With the padding.
   int64_t numel() const {
     return chunk_ * ranks_;
   }
+  /// At the end.
   int64_t padding() const {
-    return numel() - offsets_.back();
+    return numel() - end_;
   }
   int64_t chunk() const {
     return chunk_;
   }
-  /// Where a parameter begins in the flat one.
-  int64_t offset(size_t parameter) const {
-    return offsets_[parameter];
+  Cut cut(size_t parameter) const {
+    return {numels_[parameter], chunk_, offsets_[parameter]};
   }
-  /// What a rank holds of a parameter, counted from the parameter's beginning.
-  Range within_parameter(size_t parameter, int rank) const;
-  /// The same elements, counted from the beginning of the rank's share.
-  Range within_share(size_t parameter, int rank) const;
 
  private:
   int ranks_;
-  std::vector<int64_t> offsets_; // one more than parameters: the last is their sum
+  std::vector<int64_t> numels_, offsets_;
+  int64_t end_ = 0; // of the last parameter
   int64_t chunk_;
 };
 

@@ -1,27 +1,19 @@
 #include <fsdp/fully_shard.h>
 
 #include <algorithm>
-#include <unordered_map>
-#include <unordered_set>
 
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-#include <c10/util/Exception.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/front_end.h>
-#include <fsdp/init.h>
 
 #include "base/check.h"
 #include "base/format.h"
-#include "engine/agreement.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/make_unit.h"
 #include "nn/recurrent.h"
 #include "nn/registry.h"
-#include "nn/same_values.h"
 #include "nn/slots.h"
 #include "nn/strangers.h"
 
@@ -31,95 +23,6 @@ namespace {
 
 using engine::Param;
 using engine::Unit;
-
-void check_device(c10::Device device) {
-  FSDP_CHECK(
-      c10::impl::hasDeviceGuardImpl(device.type()) && device.type() != c10::kMeta,
-      "[fully_shard] the mesh is on '{}', which this LibTorch has no support for: build the mesh on \"cpu\" or on a "
-      "device that torch::Device can use here",
-      device);
-  FSDP_CHECK(
-      device.type() != c10::kPrivateUse1,
-      "[fully_shard] the mesh is on '{}', a device that joins LibTorch from outside (PrivateUse1): "
-      "at::Tensor::set_data does not take tensors of it, so its parameters cannot be sharded in place",
-      device);
-}
-
-void check_mesh(const Mesh& mesh) {
-  FSDP_CHECK(
-      mesh.ndim() == 1 || mesh.ndim() == 2,
-      "[fully_shard] a mesh of one dimension (shard) or two (replicate, shard) is needed, not {}: slice it, as in "
-      "mesh[\"shard\"]",
-      mesh.str());
-  FSDP_CHECK(
-      mesh.ndim() == 1 || !mesh.names().empty(),
-      "[fully_shard] the two dimensions of a hybrid mesh need names: init_device_mesh(device, {replicas, shards}, "
-      "{\"replicate\", \"shard\"})");
-  check_device(mesh.device());
-}
-
-void check_reshard(const FullyShardOptions& options, const Mesh& mesh) {
-  const auto ranks = options.reshard_after_forward.ranks();
-  const int64_t shards = mesh.sizes().back();
-  FSDP_CHECK(
-      !ranks || (*ranks >= 1 && *ranks <= shards && shards % *ranks == 0),
-      "[fully_shard] reshard_after_forward = {} must divide the {} ranks of the shard dimension of {}",
-      *ranks,
-      shards,
-      mesh.str());
-}
-
-std::string text_of(std::optional<c10::ScalarType> dtype) {
-  return dtype ? c10::toString(*dtype) : "unset";
-}
-
-std::string text_of(const ReshardAfterForward& policy) {
-  const auto reshard = policy.reshard();
-  return policy.ranks() ? std::to_string(*policy.ranks()) : !reshard ? "unset" : *reshard ? "true" : "false";
-}
-
-// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters. Values
-// that differ are no error: a checkpoint may come next.
-void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
-  Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
-  std::ostringstream mine;
-  mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype)
-       << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
-       << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded")
-       << (syncs_values ? ", sync_module_states" : "") << "\n";
-  for (const auto& param : spec.params) {
-    mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension "
-         << param.placement.dim << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
-  }
-  const std::string values = syncs_values ? "" : nn::digests_of_values(spec.params);
-  const Label label{"fully_shard", spec.name};
-  const auto others = engine::find_other_texts(group, {mine.str(), values}, label);
-  const auto& other = others[0];
-  FSDP_CHECK(
-      !other,
-      "[fully_shard] rank {} and rank {} shard differently:\n{}against\n{}Build the same model on every rank, and give "
-      "the same options",
-      group.rank(),
-      other->rank,
-      mine.str(),
-      other->text);
-  if (others[1]) {
-    nn::warn_of_other_values(group, spec.params, values, *others[1]);
-  }
-  if (spec.mesh.ndim() == 2 && !syncs_values) {
-    Group& replicas = *spec.mesh.group(0);
-    if (const auto differs = engine::find_other_text(replicas, values, label)) {
-      nn::warn_of_other_values(replicas, spec.params, values, *differs);
-    }
-  }
-}
-
-/// The parameters that a call of `fully_shard` makes a unit of, and where they stand.
-struct Found {
-  std::vector<Slot> slots;
-  std::vector<std::optional<size_t>> indices; // of the slots' parameters among `params`; unset if in units already
-  std::vector<engine::ParamSpec> params;
-};
 
 void check_any(bool any, const std::string& name) {
   FSDP_CHECK(
@@ -180,147 +83,6 @@ void check_materialized(const std::vector<Slot>& slots) {
       join(on_meta));
 }
 
-std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, const Slot& slot) {
-  return options.shard_placement_fn ? options.shard_placement_fn(slot.tensor, slot.path) : std::nullopt;
-}
-
-void check_one_mesh(const Param& param, const Slot& slot, const std::optional<ShardPlacement>& placement) {
-  FSDP_CHECK(
-      !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
-      "[fully_shard] '{}' is the same parameter as '{}', which already lies on {}: a parameter cannot be in two "
-      "meshes, and {} was asked for. Give both names the same mesh, or none",
-      slot.path,
-      param.name(),
-      param.bucket().options().mesh.str(),
-      placement->mesh->str());
-}
-
-Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options) {
-  Found found{std::move(slots), {}, {}};
-  std::unordered_map<const c10::TensorImpl*, std::optional<size_t>> seen;
-  for (const auto& tensor : options.ignored_params) {
-    seen[tensor.unsafeGetTensorImpl()] = std::nullopt;
-  }
-  for (const auto& slot : found.slots) {
-    auto& index = found.indices.emplace_back();
-    if (const Param* param = engine::param_of(slot.tensor)) {
-      if (engine::is_handle(slot.tensor)) {
-        check_one_mesh(*param, slot, placement_of(options, slot));
-      }
-      continue;
-    }
-    const auto [entry, is_new] = seen.try_emplace(slot.tensor.unsafeGetTensorImpl(), found.params.size());
-    index = entry->second;
-    if (is_new) {
-      found.params.push_back({slot.path, slot.tensor, placement_of(options, slot).value_or(ShardPlacement{})});
-    }
-  }
-  return found;
-}
-
-void check_placement_meshes(const Found& found, const Mesh& mesh) {
-  for (const auto& param : found.params) {
-    if (param.placement.mesh) {
-      check_mesh(*param.placement.mesh);
-      FSDP_CHECK(
-          param.placement.mesh->device() == mesh.device(),
-          "[fully_shard] '{}' is to lie on {}, its unit on {}: build both meshes for one kind of device",
-          param.name,
-          param.placement.mesh->str(),
-          mesh.str());
-    }
-  }
-}
-
-// From now on the registered parameters are the shards.
-void register_shards(const Found& found, const Unit& unit) {
-  for (size_t i = 0; i < found.slots.size(); ++i) {
-    const Slot& slot = found.slots[i];
-    const Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : engine::param_of(slot.tensor);
-    if (param != nullptr && slot.replace) {
-      slot.replace(param->shard());
-    }
-  }
-}
-
-// The outermost module's names are the ones that users know.
-void name_parameters(const std::vector<Slot>& slots) {
-  std::unordered_set<Param*> named;
-  for (const auto& slot : slots) {
-    Param* param = engine::param_of(slot.tensor);
-    if (param != nullptr && named.insert(param).second) {
-      param->set_name(slot.path);
-    }
-  }
-}
-
-std::shared_ptr<Unit> make_unit(
-    Found& found, const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::string& name) {
-  Mesh mesh = options.mesh ? *options.mesh : default_mesh();
-  check_mesh(mesh);
-  check_reshard(options, mesh);
-  check_placement_meshes(found, mesh);
-  const auto* offload = std::get_if<CPUOffloadPolicy>(&options.offload_policy);
-  engine::UnitSpec spec{
-      name,
-      found.params,
-      mesh,
-      mesh.device(),
-      options.mp_policy,
-      offload != nullptr ? std::optional(*offload) : std::nullopt,
-      options.reshard_after_forward};
-  check_same_everywhere(spec, options.sync_module_states);
-  if (options.sync_module_states) {
-    std::vector<at::Tensor> buffers;
-    for (const auto& module : modules) {
-      buffers.insert(buffers.end(), module.buffers.begin(), module.buffers.end());
-    }
-    nn::broadcast_values(spec, buffers);
-  }
-  found.params.clear();
-  return Unit::create(std::move(spec));
-}
-
-/// The units of the modules below, which have not been told yet what they are called from here, nor who is above them.
-void adopt_units_below(const std::vector<ModuleView>& modules, const std::shared_ptr<Unit>& unit) {
-  std::unordered_map<Unit*, std::vector<std::string>> paths;
-  std::vector<std::shared_ptr<Unit>> order;
-  for (const auto& module : modules) {
-    for (const auto& [path, sharded] : module.below) {
-      const auto& below = sharded.unit();
-      if (below == unit) {
-        continue;
-      }
-      auto& names = paths[below.get()];
-      if (names.empty()) {
-        order.push_back(below);
-      }
-      names.push_back(path);
-    }
-  }
-  for (auto& below : order) {
-    below->set_name(join(paths[below.get()]));
-    if (below->parent() == nullptr) {
-      below->set_parent(unit.get());
-    }
-    if (below->shared_runtime() != unit->shared_runtime()) {
-      unit->runtime().adopt(below->runtime());
-    }
-  }
-  if (unit->params().empty()) {
-    unit->runtime().keep(unit);
-  }
-}
-
-void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
-  engine::InternalScope scope;
-  for (const auto& buffer : buffers) {
-    if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) {
-      buffer.set_data(buffer.to(device));
-    }
-  }
-}
-
 ModuleView view_of(torch::nn::Module& module) {
   nn::settle_replaced_shards(module);
   ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
@@ -371,7 +133,10 @@ FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShar
   return fully_shard(pointers, options);
 }
 
-FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
+std::shared_ptr<Unit> nn::make_unit(
+    const std::vector<torch::nn::Module*>& modules,
+    const FullyShardOptions& options,
+    const std::optional<FlatCut>& flat) {
   FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
   std::vector<ModuleView> views;
   for (auto* module : modules) {
@@ -385,32 +150,21 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
   check_any(any, modules[0]->name());
   check_not_taken(views, options);
-  auto sharded = fully_shard(views, options);
+  auto unit = make_unit(views, options, flat);
   for (auto* module : modules) {
-    nn::strangers::note_ignored(sharded.unit(), options.ignored_params);
-    nn::remember_handles_of_recurrent(*module, *sharded.unit());
-    nn::registry::enter(*module, sharded.unit());
+    strangers::note_ignored(unit, options.ignored_params);
+    remember_handles_of_recurrent(*module, *unit);
+    registry::enter(*module, unit);
   }
-  return sharded;
+  return unit;
+}
+
+FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const FullyShardOptions& options) {
+  return FSDPModule(nn::make_unit(modules, options));
 }
 
 FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardOptions& options) {
-  std::vector<Slot> slots;
-  std::vector<std::string> names;
-  for (const auto& module : modules) {
-    names.push_back(module.name);
-    slots.insert(slots.end(), module.slots.begin(), module.slots.end());
-  }
-  Found found = find_parameters(std::move(slots), options);
-  auto unit = make_unit(found, modules, options, join(names));
-  name_parameters(found.slots);
-  register_shards(found, *unit);
-  for (const auto& module : modules) {
-    move_buffers(module.buffers, unit->device());
-  }
-  unit->set_name(modules.size() == 1 ? "" : join(names));
-  adopt_units_below(modules, unit);
-  return FSDPModule(unit);
+  return FSDPModule(nn::make_unit(modules, options));
 }
 
 FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {

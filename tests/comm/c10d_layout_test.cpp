@@ -40,8 +40,8 @@ TEST(Payload, WholePiecesStartOnCacheLines) {
 
 TEST(RankMajor, RowsHoldTheRanksSlicesAndZerosBetween) {
   const ReduceScatter args{
-      .wholes = {at::arange(1, 6, at::kFloat), at::arange(10, 13, at::kFloat)}, .chunks = {2, 2}, .slices = {}};
-  const RankMajor layout(args, 3);
+      .wholes = {at::arange(1, 6, at::kFloat), at::arange(10, 13, at::kFloat)}, .cuts = {{5, 2}, {3, 2}}, .slices = {}};
+  const RankMajor layout(args, 0, 3);
   EXPECT_EQ(layout.row(), 4);
   const at::Tensor matrix = at::full({12}, -1.0f);
   layout.pack(args, matrix);
@@ -55,13 +55,13 @@ TEST(RankMajor, OperatorsPackAsTheHostDoesHoweverManyRanks) {
     const auto even = [&](int64_t rows, int64_t length) { return (rows + ranks - 1) / ranks * length; };
     const ReduceScatter args{
         .wholes = {at::rand({7 * 6}), at::rand({1}), at::rand({0}), at::rand({1030 * 5}), at::rand({9 * 4})},
-        .chunks = {even(7, 6), 1, 0, even(1030, 5), even(9, 4)},
+        .cuts = {{42, even(7, 6)}, {1, 1}, {0, 0}, {5150, even(1030, 5)}, {36, even(9, 4)}},
         .slices = {}};
     ReduceScatter longer = args;
-    longer.chunks[0] += 5;
-    longer.chunks[2] = 3;
+    longer.cuts[0].chunk += 5;
+    longer.cuts[2].chunk = 3;
     for (const auto& [each, most] : {std::pair(args, 2), std::pair(longer, 2)}) {
-      const RankMajor layout(each, ranks);
+      const RankMajor layout(each, 0, ranks);
       const at::Tensor expected = at::full({ranks * layout.row()}, -1.0f), matrix = expected.clone();
       layout.pack(each, expected);
       EXPECT_LE(count_operators([&] { layout.pack_by_operators(each, matrix); }), most) << ranks << " ranks";
@@ -70,12 +70,32 @@ TEST(RankMajor, OperatorsPackAsTheHostDoesHoweverManyRanks) {
   }
 }
 
+// Three parts of a flat tensor of twelve, with gaps before and between, then one that is cut by itself.
+TEST(RankMajor, PartsOfOneTensorFollowOneAnotherWhateverRowTheyEndIn) {
+  const ReduceScatter args{
+      .wholes =
+          {at::arange(1, 6, at::kFloat), at::tensor({7.f}), at::arange(9, 12, at::kFloat), at::tensor({20.f, 21.f})},
+      .cuts = {{5, 4, 1}, {1, 4, 7}, {3, 4, 8}, {2, 1}},
+      .slices = {}};
+  const at::Tensor expected =
+      at::tensor({0, 1, 2, 3, 20, 0, 0, 0, 4, 5, 0, 7, 21, 0, 0, 0, 9, 10, 11, 0, 0, 0, 0, 0}, at::kFloat);
+  for (const bool on_host : {true, false}) {
+    const at::Tensor matrix = at::full({24}, -1.0f);
+    const RankMajor layout(args, 1, 3);
+    on_host ? layout.pack(args, matrix) : layout.pack_by_operators(args, matrix);
+    EXPECT_TRUE(matrix.equal(expected)) << matrix;
+  }
+  EXPECT_EQ(RankMajor(args, 0, 3).offsets(), (std::vector<int64_t>{1, 4, 4, 4})); // where they begin, if they do
+  EXPECT_EQ(RankMajor(args, 1, 3).offsets(), (std::vector<int64_t>{0, 3, 4, 4}));
+  EXPECT_EQ(RankMajor(args, 2, 3).offsets(), (std::vector<int64_t>{0, 0, 0, 4}));
+}
+
 TEST(RankMajor, ATensorThatLiesRightIsNotCopied) {
   const at::Tensor whole = at::ones({4, 4});
-  const ReduceScatter fits{.wholes = {whole}, .chunks = {4}, .slices = {}};
-  EXPECT_EQ(RankMajor(fits, 4).as_it_is(fits).data_ptr(), whole.data_ptr());
-  const ReduceScatter uneven{.wholes = {at::ones({15})}, .chunks = {4}, .slices = {}};
-  EXPECT_FALSE(RankMajor(uneven, 4).as_it_is(uneven).defined());
+  const ReduceScatter fits{.wholes = {whole}, .cuts = {{16, 4}}, .slices = {}};
+  EXPECT_EQ(RankMajor(fits, 0, 4).as_it_is(fits).data_ptr(), whole.data_ptr());
+  const ReduceScatter uneven{.wholes = {at::ones({15})}, .cuts = {{15, 4}}, .slices = {}};
+  EXPECT_FALSE(RankMajor(uneven, 0, 4).as_it_is(uneven).defined());
 }
 
 TEST(BufferPool, GivesABufferOfFittingSizeAgain) {

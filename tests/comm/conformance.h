@@ -217,6 +217,26 @@ TEST_P(Conformance, ReduceScatterTakesTensorsOfAnySize) {
   });
 }
 
+// As the parameters of a flat one: in their order, some left out, cut wherever a share ends.
+TEST_P(Conformance, ReduceScatterTakesPartsOfOneTensor) {
+  run([](const GroupPointer& group) {
+    for (const int64_t chunk : {1, 4, 7, 100}) {
+      std::vector<Cut> cuts;
+      for (int64_t before = 0, i = 0; before < chunk * group->size(); ++i) {
+        const int64_t numel = std::min(i * 5 % 13, chunk * group->size() - before);
+        if (i % 4 != 0) {
+          cuts.push_back({numel, chunk, before});
+        }
+        before += numel;
+      }
+      auto reduced = start_reduce_of_cuts(*group, cuts, {.numels = {}, .divide_by = 2, .simple = true});
+      reduced.work->wait();
+      reduced.expect_equal();
+    }
+    group->barrier(kTest);
+  });
+}
+
 TEST_P(Conformance, ReduceScatterTakesManyTensors) {
   run([](const GroupPointer& group) {
     ToReduce many{.numels = {}, .simple = true};
@@ -516,9 +536,11 @@ TEST_P(Conformance, BadArgumentsAreErrorsAndHarmless) {
   run([](const GroupPointer& group) {
     const at::Tensor whole = at::zeros({10});
     const int64_t chunk = even_chunk(10, group->size());
-    EXPECT_THROW(group->reduce_scatter({{whole}, {chunk}, {}, 1}, kTest), Error);
+    EXPECT_THROW(group->reduce_scatter({{whole}, {{10, chunk}}, {}, 1}, kTest), Error);
     if (group->size() > 1) {
-      EXPECT_THROW(group->reduce_scatter({{whole}, {chunk}, {at::zeros({99})}, 1}, kTest), Error);
+      EXPECT_THROW(group->reduce_scatter({{whole}, {{10, chunk}}, {at::zeros({99})}, 1}, kTest), Error);
+      EXPECT_THROW(group->reduce_scatter({{whole}, {{9, chunk}}, {at::zeros({chunk})}, 1}, kTest), Error);
+      EXPECT_THROW(group->reduce_scatter({{whole}, {{10, chunk, 100}}, {at::zeros({0})}, 1}, kTest), Error);
       EXPECT_THROW(group->make_home({piece(10, 1, at::kFloat)}, {}, kTest), Error);
       EXPECT_THROW(group->all_reduce(at::zeros({2}, at::kComplexFloat), ReduceOp::kMax, 1, kTest), Error);
     }

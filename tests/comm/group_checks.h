@@ -192,26 +192,35 @@ struct ToReduce {
   bool simple = false;
 };
 
-inline Reduced start_reduce(Group& group, const ToReduce& what, const Label& label = kTest) {
+inline Reduced start_reduce_of_cuts(
+    Group& group, const std::vector<Cut>& cuts, const ToReduce& what, const Label& label = kTest) {
   Reduced reduced;
   ReduceScatter args;
+  args.cuts = cuts;
   args.divide_by = what.divide_by;
-  for (size_t i = 0; i < what.numels.size(); ++i) {
-    const Piece p = piece(what.numels[i], even_chunk(what.numels[i], group.size()), what.dtype);
+  for (size_t i = 0; i < cuts.size(); ++i) {
+    const int64_t begin = cuts[i].begin(group.rank()), length = cuts[i].length(group.rank());
     std::vector<at::Tensor> of_ranks;
     for (int r = 0; r < group.size(); ++r) {
       of_ranks.push_back(
-          numbers(p.numel, what.dtype, what.seed * 1000 + static_cast<int64_t>(i) * 16 + r, what.simple));
+          numbers(cuts[i].numel, what.dtype, what.seed * 1000 + static_cast<int64_t>(i) * 16 + r, what.simple));
     }
     args.wholes.push_back(of_ranks[static_cast<size_t>(group.rank())]);
-    args.chunks.push_back(p.chunk);
-    args.slices.push_back(at::full({p.length(group.rank())}, 77, what.dtype));
-    reduced.expected.push_back(
-        rank_ordered(of_ranks, what.divide_by).narrow(0, p.begin(group.rank()), p.length(group.rank())));
+    args.slices.push_back(at::full({length}, 77, what.dtype));
+    reduced.expected.push_back(rank_ordered(of_ranks, what.divide_by).narrow(0, begin, length));
   }
   reduced.slices = args.slices;
   reduced.work = group.reduce_scatter(std::move(args), label);
   return reduced;
+}
+
+/// Each tensor cut by itself.
+inline Reduced start_reduce(Group& group, const ToReduce& what, const Label& label = kTest) {
+  std::vector<Cut> cuts;
+  for (const int64_t numel : what.numels) {
+    cuts.push_back({numel, even_chunk(numel, group.size())});
+  }
+  return start_reduce_of_cuts(group, cuts, what, label);
 }
 
 } // namespace group_checks

@@ -22,7 +22,7 @@ void all_gather(at::Tensor& output, const at::Tensor& input, Group& group) {
 }
 
 void sum_and_scatter(at::Tensor& output, const at::Tensor& input, Group& group) {
-  group.reduce_scatter({{input.clone()}, {output.numel()}, {output}}, kTest)->wait();
+  group.reduce_scatter({{input.clone()}, {{input.numel(), output.numel()}}, {output}}, kTest)->wait();
 }
 
 template <typename Decorate>

@@ -140,7 +140,7 @@ TEST(ShmMemory, GradientsAreNotCopied) {
     const int64_t chunk = even_chunk(numel, group->size());
     const at::Tensor slice = at::zeros({chunk});
     const auto step = [&] {
-      group->reduce_scatter({{at::ones({numel})}, {chunk}, {slice}, 1}, kTest)->wait();
+      group->reduce_scatter({{at::ones({numel})}, {{numel, chunk}}, {slice}, 1}, kTest)->wait();
       group->barrier(kTest); // all have read it ...
       group->barrier(kTest); // ... and all let go of it
     };

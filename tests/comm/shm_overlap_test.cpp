@@ -21,7 +21,7 @@ const Read kReads[] = {
     {"ReduceScatter",
      [](Group& group, const at::Tensor& whole, const at::Tensor& result) {
        const int64_t chunk = kNumel / 2;
-       group.reduce_scatter({{whole}, {chunk}, {result.narrow(0, 0, chunk)}}, kTest)->wait();
+       group.reduce_scatter({{whole}, {{whole.numel(), chunk}}, {result.narrow(0, 0, chunk)}}, kTest)->wait();
      }},
     {"AllReduce",
      [](Group& group, const at::Tensor& whole, const at::Tensor& result) {
@@ -78,7 +78,7 @@ TEST(ShmOverlaps, ARankThatGoesWaitsForReadersNoLongerThanTheLimit) {
   const auto body = [&] {
     const auto group = current_world()->group;
     const auto reduce = [&](const at::Tensor& whole, const at::Tensor& slices) {
-      return group->reduce_scatter({{whole}, {kNumel / 2}, {slices.narrow(0, 0, kNumel / 2)}}, kTest);
+      return group->reduce_scatter({{whole}, {{kNumel, kNumel / 2}}, {slices.narrow(0, 0, kNumel / 2)}}, kTest);
     };
     if (group->rank() == 1) {
       thread_local LetsGoAtTheEnd at_the_end;

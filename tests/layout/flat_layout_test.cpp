@@ -10,36 +10,48 @@ TEST(FlatLayout, EveryRankGetsTheSameNumberOfElements) {
   EXPECT_EQ(layout.chunk(), 3);
   EXPECT_EQ(layout.numel(), 12);
   EXPECT_EQ(layout.padding(), 2);
-  EXPECT_EQ(layout.offset(2), 8);
+  EXPECT_EQ(layout.cut(2).before, 8);
 }
 
 TEST(FlatLayout, ShareBoundariesCutParametersAnywhere) {
   const FlatLayout layout({5, 3, 2}, 4);
-  EXPECT_EQ(layout.within_parameter(0, 1).begin, 3);
-  EXPECT_EQ(layout.within_parameter(0, 1).length, 2);
-  EXPECT_EQ(layout.within_share(0, 1).begin, 0);
-  EXPECT_EQ(layout.within_parameter(1, 1).begin, 0);
-  EXPECT_EQ(layout.within_parameter(1, 1).length, 1);
-  EXPECT_EQ(layout.within_share(1, 1).begin, 2);
-  EXPECT_EQ(layout.within_parameter(2, 0).length, 0);
+  EXPECT_EQ(layout.cut(0).begin(1), 3);
+  EXPECT_EQ(layout.cut(0).length(1), 2);
+  EXPECT_EQ(layout.cut(0).offset(1), 0);
+  EXPECT_EQ(layout.cut(1).begin(1), 0);
+  EXPECT_EQ(layout.cut(1).length(1), 1);
+  EXPECT_EQ(layout.cut(1).offset(1), 2);
+  EXPECT_EQ(layout.cut(2).length(0), 0);
+}
+
+TEST(FlatLayout, ParametersBeginWhereTheyAreAligned) {
+  const FlatLayout layout({35, 7}, 2, /*alignment=*/4);
+  EXPECT_EQ(layout.cut(1).before, 36);
+  EXPECT_EQ(layout.chunk(), 22); // 43 elements on 2 ranks
+  EXPECT_EQ(layout.cut(0).length(0), 22);
+  EXPECT_EQ(layout.cut(0).length(1), 13);
+  EXPECT_EQ(layout.cut(1).offset(1), 14);
 }
 
 TEST(FlatLayout, TheRanksPartsOfAParameterAddUp) {
   const std::vector<int64_t> numels{1, 0, 13, 4, 1};
-  for (int ranks : {1, 2, 3, 5, 8, 40}) {
-    const FlatLayout layout(numels, ranks);
-    for (size_t parameter = 0; parameter < numels.size(); ++parameter) {
-      int64_t next = 0;
-      for (int rank = 0; rank < ranks; ++rank) {
-        const Range part = layout.within_parameter(parameter, rank);
-        if (part.length > 0) {
-          EXPECT_EQ(part.begin, next);
-          const Range share = layout.within_share(parameter, rank);
-          EXPECT_EQ(layout.chunk() * rank + share.begin, layout.offset(parameter) + part.begin);
+  for (const int64_t alignment : {1, 4, 8}) {
+    for (const int ranks : {1, 2, 3, 5, 8, 40}) {
+      const FlatLayout layout(numels, ranks, alignment);
+      for (size_t parameter = 0; parameter < numels.size(); ++parameter) {
+        const Cut cut = layout.cut(parameter);
+        EXPECT_EQ(cut.before % alignment, 0);
+        int64_t next = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          if (cut.length(rank) > 0) {
+            EXPECT_EQ(cut.begin(rank), next);
+            EXPECT_EQ(layout.chunk() * rank + cut.offset(rank), cut.before + cut.begin(rank));
+            EXPECT_LE(cut.offset(rank) + cut.length(rank), layout.chunk());
+          }
+          next += cut.length(rank);
         }
-        next += part.length;
+        EXPECT_EQ(next, numels[parameter]);
       }
-      EXPECT_EQ(next, numels[parameter]);
     }
   }
 }

@@ -54,7 +54,7 @@ TEST_P(FsdpModule, CustomCollectives) {
       group.barrier({"custom", ""});
     });
     root.set_custom_reduce_scatter([](at::Tensor& output, const at::Tensor& input, Group& group) {
-      group.reduce_scatter({{input.clone()}, {output.numel()}, {output}}, {"custom", ""})->wait();
+      group.reduce_scatter({{input.clone()}, {{input.numel(), output.numel()}}, {output}}, {"custom", ""})->wait();
     });
   });
 }

@@ -15,6 +15,7 @@
 #include <fsdp/fsdp.h>
 
 #include "engine/tenant.h"
+#include "nn/make_unit.h"
 #include "support/ranks.h"
 
 /// Sharded training beside the unsharded training of the same model, which adds the ranks' gradients in rank order.
@@ -45,6 +46,7 @@ struct Trial {
   int steps = 10;
   bool shard_parts = true;
   bool from_meta = false; ///< sharded without values, which it gets afterwards
+  std::optional<nn::FlatCut> flat = std::nullopt; ///< each unit's parameters are cut as one
   /// Called with the sharded root before training.
   std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
   std::function<void(Subject&, FSDPModule&, int step)> before_step = nullptr;
@@ -185,9 +187,12 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
   reference.tensors = tensors.size();
   for (int step = 0; step < trial.steps; ++step) {
     std::vector<std::vector<float>> losses(arrangement.ranks());
-    const auto gradients = step_gradients(trial, subject, arrangement, step, losses);
+    auto gradients = step_gradients(trial, subject, arrangement, step, losses);
     reference.gradients.emplace_back();
     for (size_t i = 0; i < masters.size(); ++i) {
+      if (trial.flat && masters[i].requires_grad() && !gradients[i].defined()) {
+        gradients[i] = torch::zeros_like(masters[i]); // there is one for all parameters of a unit, or for none
+      }
       masters[i].mutable_grad() = gradients[i].defined() ? gradients[i].to(masters[i].scalar_type()) : at::Tensor();
       reference.gradients.back()[names[i]] = gradients[i].defined() ? masters[i].grad().cpu().clone() : at::Tensor();
     }
@@ -281,6 +286,11 @@ inline void materialize(torch::nn::Module& module, const NamedTensors& values) {
   }
 }
 
+inline FSDPModule shard(const Trial& trial, torch::nn::Module& module) {
+  return trial.flat ? FSDPModule(nn::make_unit({&module}, trial.options, trial.flat))
+                    : fully_shard(module, trial.options);
+}
+
 /// The sharded run, on the calling rank, against the reference.
 inline void train_sharded(const Trial& trial, const Reference& reference) {
   Subject subject = make_seeded(trial);
@@ -288,10 +298,10 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   const NamedTensors values = trial.from_meta ? move_to_meta(*subject.module) : NamedTensors();
   if (trial.shard_parts) {
     for (auto& part : subject.parts) {
-      fully_shard(*part, trial.options);
+      shard(trial, *part);
     }
   }
-  auto root = fully_shard(*subject.module, trial.options);
+  auto root = shard(trial, *subject.module);
   if (trial.from_meta) {
     materialize(*subject.module, values);
   }

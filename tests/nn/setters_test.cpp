@@ -87,7 +87,7 @@ TEST_P(Setters, AGroupOfTheirOwnKeepsTheUsersCollective) {
     std::vector<Group*> seen;
     unit.set_custom_reduce_scatter([&](at::Tensor& output, const at::Tensor& input, Group& group) {
       seen.push_back(&group);
-      group.reduce_scatter({{input.clone()}, {output.numel()}, {output}}, {"custom", ""})->wait();
+      group.reduce_scatter({{input.clone()}, {{input.numel(), output.numel()}}, {output}}, {"custom", ""})->wait();
     });
     for (const bool separate : {false, true, false}) {
       unit.set_separate_reduce_scatter_group(separate);

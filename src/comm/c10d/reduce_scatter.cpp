@@ -155,7 +155,7 @@ class WholeSum final : public StreamedWork {
     int64_t end = 0;
     for (size_t i = 0; i < args_.wholes.size(); ++i) {
       const int64_t numel = args_.wholes[i].numel();
-      begins_.push_back(end + std::min(numel, channel_->rank() * args_.chunks[i]));
+      begins_.push_back(end + args_.cuts[i].begin(channel_->rank()));
       end += numel;
     }
     const at::Tensor& like = args_.wholes.front();
@@ -228,7 +228,8 @@ void view_as_real(ReduceScatter& args) {
   for (size_t i = 0; i < args.wholes.size(); ++i) {
     args.wholes[i] = at::view_as_real(args.wholes[i]);
     args.slices[i] = at::view_as_real(args.slices[i]);
-    args.chunks[i] *= 2;
+    Cut& cut = args.cuts[i];
+    cut = {cut.numel * 2, cut.chunk * 2, cut.before * 2};
   }
 }
 
@@ -239,7 +240,7 @@ std::unique_ptr<Work> start_reduce_scatter(std::shared_ptr<Channel> channel, Red
   if (!args.wholes.empty() && args.wholes.front().is_complex()) {
     view_as_real(args);
   }
-  RankMajor layout(args, channel->size());
+  RankMajor layout(args, channel->rank(), channel->size());
   if (layout.row() == 0) {
     return std::make_unique<Queued>(c10::kCPU); // nothing to do on any rank
   }

@@ -10,15 +10,10 @@ namespace {
 // How many collectives' gradients may wait for slow readers.
 constexpr size_t kMostKept = 8;
 
-Piece piece_of(const ReduceScatter& args, size_t index) {
-  const at::Tensor& whole = args.wholes[index];
-  return {whole.numel(), args.chunks[index], whole.scalar_type(), whole.scalar_type()};
-}
-
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
   Fingerprint print("reduce_scatter", label);
   for (size_t i = 0; i < args.wholes.size(); ++i) {
-    print.add(args.wholes[i].numel(), args.chunks[i], args.wholes[i].scalar_type());
+    print.add(args.cuts[i].numel, args.cuts[i].chunk, args.cuts[i].before, args.wholes[i].scalar_type());
   }
   return print;
 }
@@ -26,26 +21,26 @@ Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
 std::vector<Publication::Part> parts(const ReduceScatter& args, int rank) {
   std::vector<Publication::Part> parts;
   for (size_t i = 0; i < args.wholes.size(); ++i) {
-    const Piece piece = piece_of(args, i);
+    const Cut& cut = args.cuts[i];
     const size_t size = args.wholes[i].element_size();
-    const auto begin = static_cast<size_t>(piece.begin(rank)) * size;
+    const auto begin = static_cast<size_t>(cut.begin(rank)) * size;
     parts.push_back(
         {static_cast<const char*>(args.wholes[i].const_data_ptr()),
          args.wholes[i].nbytes(),
          begin,
-         begin + static_cast<size_t>(piece.length(rank)) * size});
+         begin + static_cast<size_t>(cut.length(rank)) * size});
   }
   return parts;
 }
 
 // Sums this rank's slice of one tensor.
 void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64_t number) {
-  const Piece piece = piece_of(args, index);
+  const Cut& cut = args.cuts[index];
   const int rank = core.members->rank();
-  if (piece.length(rank) == 0) {
+  if (cut.length(rank) == 0) {
     return;
   }
-  const size_t offset = static_cast<size_t>(piece.begin(rank)) * args.wholes[index].element_size();
+  const size_t offset = static_cast<size_t>(cut.begin(rank)) * args.wholes[index].element_size();
   std::vector<const void*> sources;
   for (int r = 0; r < core.members->size(); ++r) {
     const char* whole =

@@ -1,9 +1,11 @@
-#include "layout/dim_layout.h"
+#include "layout/param_layout.h"
 
 #include <algorithm>
 #include <numeric>
 
+#include <ATen/ops/as_strided.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/util/Exception.h>
 
 #include "base/view_into.h"
@@ -37,36 +39,37 @@ std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
   return strides;
 }
 
-DimLayout::DimLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks)
+ParamLayout::ParamLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks)
     : dim_(dim), ranks_(ranks), sizes_(std::move(sizes)), strides_(std::move(strides)) {
   TORCH_INTERNAL_ASSERT(is_dense(sizes_, strides_));
   TORCH_INTERNAL_ASSERT(ranks >= 1 && dim >= 0 && (sizes_.empty() || dim < static_cast<int64_t>(sizes_.size())));
-  numel_ = c10::multiply_integers(sizes_);
+  const int64_t numel = c10::multiply_integers(sizes_);
   all_rows_ = sizes_.empty() ? 1 : sizes_[dim_];
-  row_numel_ = all_rows_ == 0 ? 0 : numel_ / all_rows_;
+  row_numel_ = all_rows_ == 0 ? 0 : numel / all_rows_;
   chunk_rows_ = (all_rows_ + ranks - 1) / ranks;
+  cut_ = {numel, chunk_rows_ * row_numel_};
   // Rows lie one after another exactly when no other dimension steps further than the one that is cut.
-  const bool rows_adjacent = sizes_.empty() || all_rows_ <= 1 || numel_ == 0 || strides_[dim_] == row_numel_;
+  const bool rows_adjacent = sizes_.empty() || all_rows_ <= 1 || numel == 0 || strides_[dim_] == row_numel_;
   in_place_ = ranks == 1 || rows_adjacent;
 }
 
-int64_t DimLayout::first_row(int rank) const {
+ParamLayout::ParamLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, Cut part_of_flat, int ranks)
+    : ranks_(ranks), flat_(true), cut_(part_of_flat), sizes_(std::move(sizes)), strides_(std::move(strides)) {
+  TORCH_INTERNAL_ASSERT(is_dense(sizes_, strides_) && cut_.numel == c10::multiply_integers(sizes_));
+}
+
+int64_t ParamLayout::first_row(int rank) const {
   return std::min(chunk_rows_ * rank, all_rows_);
 }
 
-int64_t DimLayout::rows(int rank) const {
+int64_t ParamLayout::rows(int rank) const {
   return first_row(rank + 1) - first_row(rank);
 }
 
-int64_t DimLayout::begin(int rank) const {
-  return first_row(rank) * row_numel_;
-}
-
-int64_t DimLayout::length(int rank) const {
-  return rows(rank) * row_numel_;
-}
-
-std::vector<int64_t> DimLayout::shard_sizes(int rank) const {
+std::vector<int64_t> ParamLayout::shard_sizes(int rank) const {
+  if (flat_) {
+    return ranks_ == 1 ? sizes_ : std::vector<int64_t>{cut_.length(rank)};
+  }
   if (sizes_.empty()) {
     return rank == 0 ? sizes_ : std::vector<int64_t>{0};
   }
@@ -75,13 +78,13 @@ std::vector<int64_t> DimLayout::shard_sizes(int rank) const {
   return result;
 }
 
-std::vector<int64_t> DimLayout::shard_strides(int rank) const {
-  const bool keep = ranks_ == 1 || (in_place_ && !sizes_.empty());
+std::vector<int64_t> ParamLayout::shard_strides(int rank) const {
+  const bool keep = ranks_ == 1 || (!flat_ && in_place_ && !sizes_.empty());
   return keep ? strides_ : contiguous_strides(shard_sizes(rank));
 }
 
 template <typename Copy>
-void DimLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole, const Copy& copy) const {
+void ParamLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole, const Copy& copy) const {
   const int64_t full = chunk_rows_ == 0 ? 0 : all_rows_ / chunk_rows_; // ranks that hold a full shard
   const auto block = [&](int64_t first, int64_t ranks, int64_t rows) {
     if (ranks * rows * row_numel_ == 0) {
@@ -92,7 +95,7 @@ void DimLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole
     std::vector<int64_t> packed = contiguous_strides(sizes);
     sizes.insert(sizes.begin(), ranks);
     strides.insert(strides.begin(), chunk_rows_ * strides_[dim_]);
-    packed.insert(packed.begin(), chunk());
+    packed.insert(packed.begin(), cut_.chunk);
     const int64_t offset = first * chunk_rows_;
     copy(
         view_into(slices, slices.scalar_type(), sizes, packed, offset * row_numel_),
@@ -102,12 +105,18 @@ void DimLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole
   block(full, 1, all_rows_ - full * chunk_rows_);
 }
 
-void DimLayout::unpack(const at::Tensor& slices, const at::Tensor& whole) const {
-  for_each_block(slices, whole, [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
+at::Tensor ParamLayout::unpack(const at::Tensor& slices) const {
+  auto whole = at::empty_strided(sizes_, strides_, slices.options());
+  if (in_place_) {
+    at::as_strided(whole, {numel()}, {1}).copy_(slices);
+  } else {
+    for_each_block(slices, whole, [](const at::Tensor& from, const at::Tensor& to) { to.copy_(from); });
+  }
+  return whole;
 }
 
-at::Tensor DimLayout::pack(const at::Tensor& whole) const {
-  auto slices = at::empty({numel_}, whole.options());
+at::Tensor ParamLayout::pack(const at::Tensor& whole) const {
+  auto slices = at::empty({numel()}, whole.options());
   for_each_block(slices, whole, [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
   return slices;
 }

@@ -5,17 +5,21 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/cut.h>
+
 namespace fsdp::layout {
 
-/// How one parameter is cut along one dimension, as `torch.chunk` cuts: every rank gets ceil(size / ranks) rows, the
-/// last ranks less or nothing. A 0-dim parameter belongs to rank 0. Immutable.
+/// How one parameter is cut. Either along one dimension, as `torch.chunk` cuts: every rank gets ceil(size / ranks)
+/// rows, the last ranks less or nothing, and a 0-dim parameter belongs to rank 0. Or as a part of a flat parameter:
+/// every rank gets a run of elements, in the order in which they lie in memory. Immutable.
 ///
 /// "Slices" is the one-dimensional tensor of all ranks' shards, one after another; it has as many elements as the
 /// parameter.
-class DimLayout {
+class ParamLayout {
  public:
   /// `strides` must be dense (some permutation of contiguous).
-  DimLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks);
+  ParamLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks);
+  ParamLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, Cut part_of_flat, int ranks);
 
   const std::vector<int64_t>& sizes() const {
     return sizes_;
@@ -27,15 +31,15 @@ class DimLayout {
     return dim_;
   }
   int64_t numel() const {
-    return numel_;
+    return cut_.numel;
   }
-  /// Elements of a full shard.
-  int64_t chunk() const {
-    return chunk_rows_ * row_numel_;
+  /// Of the slices.
+  const Cut& cut() const {
+    return cut_;
   }
-  /// Where a rank's shard begins in the slices, and its length.
-  int64_t begin(int rank) const;
-  int64_t length(int rank) const;
+  bool is_part_of_flat() const {
+    return flat_;
+  }
   std::vector<int64_t> shard_sizes(int rank) const;
   std::vector<int64_t> shard_strides(int rank) const;
 
@@ -43,8 +47,8 @@ class DimLayout {
   bool in_place() const {
     return in_place_;
   }
-  /// Copies slices into the whole parameter, and the other way round: two operators, however many ranks.
-  void unpack(const at::Tensor& slices, const at::Tensor& whole) const;
+  /// Copies slices into a new whole parameter, and the other way round: two operators, however many ranks.
+  at::Tensor unpack(const at::Tensor& slices) const;
   at::Tensor pack(const at::Tensor& whole) const;
 
  private:
@@ -54,13 +58,15 @@ class DimLayout {
   int64_t first_row(int rank) const;
   int64_t rows(int rank) const;
 
-  int64_t dim_;
+  int64_t dim_ = 0;
   int ranks_;
-  bool in_place_;
-  int64_t numel_;
-  int64_t all_rows_;
-  int64_t row_numel_;
-  int64_t chunk_rows_;
+  bool flat_ = false;
+  bool in_place_ = true;
+  Cut cut_;
+  // Where it is cut along a dimension.
+  int64_t all_rows_ = 0;
+  int64_t row_numel_ = 0;
+  int64_t chunk_rows_ = 0;
   std::vector<int64_t> sizes_;
   std::vector<int64_t> strides_;
 };
