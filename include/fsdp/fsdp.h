@@ -16,5 +16,6 @@
 #include <fsdp/policy.h>
 #include <fsdp/sharded_grad_scaler.h>
 #include <fsdp/sharded_tensor.h>
+#include <fsdp/state_dict.h>
 #include <fsdp/summon.h>
 #include <fsdp/trace.h>

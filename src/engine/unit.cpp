@@ -361,16 +361,23 @@ void Unit::make_private(Bucket& bucket) {
   group_users::end_reading(*bucket.gather_group, *this); // it has memory of its own now
 }
 
-void Unit::unshard_as_stored(c10::Device device, bool show) {
+std::vector<std::vector<at::Tensor>> Unit::put_together(c10::Device target, const char* operation) {
   settle_replaced_shards();
   check_materialized();
   runtime_->order_gather();
   wait_stream(current_stream(device_), runtime_->gather_stream());
-  std::vector<std::vector<at::Tensor>> copies;
+  std::vector<std::vector<at::Tensor>> wholes;
+  for (const auto& bucket : buckets_) {
+    wholes.push_back(bucket->put_together(target, label(operation)));
+  }
+  return wholes;
+}
+
+void Unit::unshard_as_stored(c10::Device device, bool show) {
   for (const auto& bucket : buckets_) {
     bucket->check_writable();
-    copies.push_back(bucket->put_together(device, label("summon_full_params")));
   }
+  auto copies = put_together(device, "summon_full_params");
   if (is_private()) {
     return;
   }

@@ -53,21 +53,6 @@ std::string digest_of(const at::Tensor& tensor) {
       .substr(0, kLetters);
 }
 
-// Outermost last: then the first rank of each group has what is to be sent.
-void broadcast(const at::Tensor& tensor, const Mesh& mesh, const Label& label) {
-  if (!has_plain_memory(tensor) || mesh.numel() == 1) {
-    return;
-  }
-  const at::Tensor values = tensor.detach().to(mesh.device()).contiguous();
-  const at::Tensor bytes = values.flatten().view(c10::kByte);
-  for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
-    mesh.group(dim)->broadcast(bytes, /*root=*/0, label);
-  }
-  if (!values.is_alias_of(tensor)) {
-    tensor.detach().copy_(values);
-  }
-}
-
 } // namespace
 
 std::string digests_of_values(const std::vector<engine::ParamSpec>& params) {
@@ -97,14 +82,29 @@ void warn_of_other_values(
       params[(letter - mine.begin()) / kLetters].name);
 }
 
+// Outermost last: then the first rank of each group has what is to be sent.
+void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Label& label) {
+  if (!has_plain_memory(tensor) || mesh.numel() == 1) {
+    return;
+  }
+  const at::Tensor values = tensor.detach().to(mesh.device()).contiguous();
+  const at::Tensor bytes = values.flatten().view(c10::kByte);
+  for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
+    mesh.group(dim)->broadcast(bytes, /*root=*/0, label);
+  }
+  if (!values.is_alias_of(tensor)) {
+    tensor.detach().copy_(values);
+  }
+}
+
 void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor>& buffers) {
   const engine::InternalScope scope;
   const Label label{"sync_module_states", spec.name};
   for (const auto& param : spec.params) {
-    broadcast(param.tensor, param.placement.mesh.value_or(spec.mesh), label);
+    broadcast_from_first(param.tensor, param.placement.mesh.value_or(spec.mesh), label);
   }
   for (const auto& buffer : buffers) {
-    broadcast(buffer, spec.mesh, label);
+    broadcast_from_first(buffer, spec.mesh, label);
   }
 }
 

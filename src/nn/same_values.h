@@ -18,7 +18,9 @@ void warn_of_other_values(
     const std::string& mine,
     const engine::OtherText& other);
 
-/// All ranks get the values of the first. Collective.
+/// All ranks of a mesh get the values of the first. Nothing for tensors without plain memory. Collective.
+void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Label& label);
+/// The same of all parameters of a unit, and buffers.
 void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor>& buffers);
 
 } // namespace fsdp::nn
