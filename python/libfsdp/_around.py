@@ -24,11 +24,17 @@ class Around:
         meta = TensorMeta(shape, tuple(stride), whole.dtype)
         return _Wrap.apply(whole, DTensorSpec(self.mesh, self.placements, tensor_meta=meta), self)
 
-    def of_gradient(self, placements: Sequence[Placement]) -> tuple[Placement, ...]:
-        """How the engine wants a gradient that came with ``placements``: as the parameter, but along data parallel
-        dimensions as it is, for what each rank has there is what the engine reduces."""
-        pairs = enumerate(zip(placements, self.placements, strict=True))
-        return tuple(given if dim in self.data_parallel else own for dim, (given, own) in pairs)
+    def local_gradient(self, gradient: DTensor) -> torch.Tensor:
+        """This rank's part, placed as the parameter is. Along data parallel dimensions it stays as it is, for the engine
+        adds up what the ranks have there; of what is cut there, each gives a share of the whole."""
+        wanted, shares = [], 1
+        for dim, (given, own) in enumerate(zip(gradient.placements, self.placements, strict=True)):
+            is_cut = dim in self.data_parallel and given.is_shard()
+            wanted.append(given if dim in self.data_parallel and not is_cut else own)
+            shares *= self.mesh.size(dim) if is_cut else 1
+        if wanted != list(gradient.placements):
+            gradient = gradient.redistribute(placements=wanted)
+        return gradient.to_local() if shares == 1 else gradient.to_local() / shares
 
     @property
     def cuts(self) -> bool:
@@ -46,9 +52,4 @@ class _Wrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
-        if gradient is None:
-            return None, None, None
-        wanted = ctx.around.of_gradient(gradient.placements)
-        if wanted != tuple(gradient.placements):
-            gradient = gradient.redistribute(placements=wanted)
-        return gradient.to_local(), None, None
+        return None if gradient is None else ctx.around.local_gradient(gradient), None, None

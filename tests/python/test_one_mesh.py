@@ -1,5 +1,7 @@
 """Models all of whose tensors are DTensors on one mesh, inputs among them: beside PyTorch's ``fully_shard``."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from harness import on_ranks
@@ -194,6 +197,76 @@ def test_a_decoder_trains_as_pytorchs():
     for names in DECODERS[dist.get_world_size()]:
         mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (dist.get_world_size(),), mesh_dim_names=names)
         check_training(side_by_side(mesh, Decoder), mesh, decoder_loss)
+
+
+def initialized(model):
+    """Through what its modules read."""
+    torch.manual_seed(3)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.5)
+        elif isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        if getattr(module, "bias", None) is not None:
+            nn.init.zeros_(module.bias)
+        if isinstance(module, Attention):
+            module.mask = placed_as(torch.full((LENGTH, LENGTH), -1e4).triu(1), module.mask)
+    return model
+
+
+def placed_as(tensor, other):
+    return distribute_tensor(tensor, other.device_mesh, other.placements) if isinstance(other, DTensor) else tensor
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_decoder_as_large_trainers_shard_it():
+    """Made on meta, the head with its norm, recomputed blocks, gradients that are sums: as the model on one rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    with torch.device("meta"):
+        model = on_mesh(Decoder(), mesh)
+    for modules in (model.tokens, [model.norm, model.head], *model.blocks, model):
+        fully_shard(modules, mesh=mesh, dp_mesh_dims=dims_of(mesh))
+    for module in model.modules():
+        if isinstance(module, libfsdp.FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+    reference = initialized(Decoder())
+    initialized(model.to_empty(device="cpu"))
+    model.blocks[0].forward = functools.partial(checkpoint, model.blocks[0].forward, use_reentrant=False)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, reference)]
+    for step in range(2):
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p), q.detach())
+        inputs, labels = tokens(mesh, step)
+        logits = reference(whole(inputs))
+        expected = run_backward(F.cross_entropy(logits.flatten(0, 1), whole(labels).flatten()))
+        torch.testing.assert_close(run_backward(decoder_loss(model, mesh, step)), expected)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(p.grad), q.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+class Positions(nn.Module):
+    """Each row of the batch has a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, WIDTH))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+@on_ranks(2, comm=("shm",))
+def test_gradients_that_are_cut_along_a_data_parallel_dimension():
+    """PyTorch's fully_shard fails there."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model, reference = sharded(fully_shard, mesh, Positions), seeded(Positions)
+    model.set_gradient_divide_factor(1.0)
+    model(rows(mesh, 0)).pow(2).sum().backward()
+    reference(whole(rows(mesh, 0))).pow(2).sum().backward()
+    torch.testing.assert_close(whole(model._parameters["weight"].grad), reference.weight.grad)
 
 
 MESHES = {
