@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import libfsdp
 from harness import on_ranks
-from libfsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from libfsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from subjects import needs_mesh_dims, seeded, whole
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 6, 8, 2
@@ -173,7 +173,7 @@ def check_gradients(models, what):
 
 def check_training(models, mesh, loss_of=layers_loss, backward=None):
     """Losses, gradients, norms that clip them, parameters."""
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, foreach=False) for model in models]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True) for model in models]
     backward = backward or (lambda model, step: run_backward(loss_of(model, mesh, step)))
     for step in range(2):
         torch.testing.assert_close(*(backward(model, step) for model in models))
@@ -192,7 +192,7 @@ DECODERS = {2: [("dp",)], 3: [("dp",)], 4: [("replicate", "dp"), ("dp", "tp")]}
 
 
 @needs_mesh_dims
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, comm=("shm",))
 def test_a_decoder_trains_as_pytorchs():
     for names in DECODERS[dist.get_world_size()]:
         mesh = init_device_mesh("cpu", (2, 2) if len(names) == 2 else (dist.get_world_size(),), mesh_dim_names=names)
@@ -270,23 +270,15 @@ def test_gradients_that_are_cut_along_a_data_parallel_dimension():
 
 
 MESHES = {
-    2: {("dp",): [(2,)], ("replicate",): [(2,)], ("dp", "tp"): [(2, 1), (1, 2)]},
-    3: {("dp",): [(3,)], ("replicate",): [(3,)]},
-    4: {
-        ("dp",): [(4,)],
-        ("replicate", "dp"): [(2, 2)],
-        ("dp", "tp"): [(2, 2)],
-        ("tp", "dp"): [(2, 2)],
-        ("replicate", "tp"): [(2, 2)],
-        ("replicate", "dp", "tp"): [(2, 2, 1), (2, 1, 2), (1, 2, 2)],
-    },
+    2: [("dp",), ("replicate",)],
+    3: [("dp",), ("replicate",)],
+    4: [("replicate", "dp"), ("dp", "tp"), ("tp", "dp"), ("replicate", "tp")],
 }
 
 
 def meshes():
-    for names, shapes in MESHES[dist.get_world_size()].items():
-        for shape in shapes:
-            yield init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for names in MESHES[dist.get_world_size()]:
+        yield init_device_mesh("cpu", (2, 2) if len(names) == 2 else (dist.get_world_size(),), mesh_dim_names=names)
 
 
 @needs_mesh_dims
@@ -294,6 +286,14 @@ def meshes():
 def test_layers_train_as_pytorchs():
     for mesh in meshes():
         check_training(side_by_side(mesh, Layers), mesh)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@needs_mesh_dims
+@on_ranks(4, comm=("shm",))
+def test_three_dimensions(shape):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "dp", "tp"))
+    check_training(side_by_side(mesh, Layers), mesh)
 
 
 @needs_mesh_dims
@@ -317,7 +317,7 @@ def test_what_a_module_reads():
 OPTIONS = [
     dict(reshard_after_forward=False),
     dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
-    dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)),
+    dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), offload_policy=CPUOffloadPolicy(pin_memory=False)),
 ]
 
 
@@ -340,7 +340,7 @@ def accumulating(mesh, sync_first):
 
 
 @needs_mesh_dims
-@on_ranks(2, 4)
+@on_ranks(4, comm=("shm",))
 def test_accumulated_gradients():
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
