@@ -423,11 +423,13 @@ def test_what_a_module_reads_can_be_written():
 
 
 @on_ranks(2, comm=("shm",))
-def test_clipping_adds_as_without_dtensors():
+def test_clipping_needs_nothing_of_dtensors():
+    """Where nothing but fully_shard cuts, the engine adds, in float64."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     model = sharded(fully_shard, mesh, Layers)
     layers_loss(model, mesh, 0).backward()
     squares = sum(whole(p.grad).double().pow(2).sum() for p in model.parameters())
-    norm = libfsdp.clip_grad_norm_(model, 1e-2)
-    assert type(norm) is torch.Tensor
+    with CommDebugMode() as counts:
+        norm = libfsdp.clip_grad_norm_(model, 1e-2)
+    assert type(norm) is torch.Tensor and counts.get_total_counts() == 0
     torch.testing.assert_close(norm.double(), squares.sqrt(), rtol=1e-7, atol=0)
