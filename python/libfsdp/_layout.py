@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from . import _C
+from ._around import Around
 from ._mesh import device_of, engine_mesh
 from ._policy import DataParallelMeshDims
 
@@ -21,7 +22,7 @@ class Layout:
 
     mesh: DeviceMesh  # of its shards
     placements: Placements
-    around: tuple[DeviceMesh, Placements] | None  # of the whole, to the module's own code; None: a plain tensor
+    around: Around | None  # the whole, for the module's own code; None: nothing
 
 
 @dataclass(frozen=True)
@@ -95,11 +96,18 @@ class DataParallel:
         if not isinstance(parameter, DTensor):
             return Layout(self.mesh, (*replicated, Shard(dim)), None)
         given = tuple(parameter.placements)
+        around = Around(parameter.device_mesh, given, self._dims_among(parameter.device_mesh))
         if self.spmd is not None:
-            return Layout(self.result, self._placements_on_result(given, dim), self._rest(given))
+            return Layout(self.result, self._placements_on_result(given, dim), around)
         before = parameter.device_mesh
         mine = _cut(dim, _ranks_that_cut(dim, given, before.shape))
-        return Layout(_joined(self.mesh, before), (*replicated, mine, *given), (before, given))
+        return Layout(_joined(self.mesh, before), (*replicated, mine, *given), around)
+
+    def _dims_among(self, mesh: DeviceMesh) -> frozenset[int]:
+        """Those that a parameter's own mesh has."""
+        if self.spmd is None:
+            return frozenset()
+        return frozenset(map(mesh.mesh_dim_names.index, (*self.dims.shard_names, *self.dims.replicate_names)))
 
     def _placements_on_result(self, given: Placements, dim: int) -> Placements:
         names = self.spmd.mesh_dim_names
@@ -110,15 +118,6 @@ class DataParallel:
         placed = dict(zip(names, given, strict=True))
         placed[names[first]] = placed["_".join(self.dims.shard_names)] = mine
         return tuple(placed.get(name, Replicate()) for name in self.result.mesh_dim_names)
-
-    def _rest(self, given: Placements) -> tuple[DeviceMesh, Placements] | None:
-        """What is left of the whole mesh without the data parallel dimensions."""
-        data_parallel = (*self.dims.shard_names, *self.dims.replicate_names)
-        rest = tuple(name for name in self.spmd.mesh_dim_names if name not in data_parallel)
-        if not rest:
-            return None
-        kept = zip(self.spmd.mesh_dim_names, given, strict=True)
-        return self.spmd[rest], tuple(placement for name, placement in kept if name in rest)
 
 
 def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

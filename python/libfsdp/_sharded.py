@@ -126,13 +126,12 @@ class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
     __slots__ = (
-        *("__weakref__", "around", "given", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape"),
-        *("shown", "stride", "unit"),
+        *("__weakref__", "around", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape", "shown"),
+        *("stride", "unit"),
     )
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout):
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        self.given = (original.device_mesh, original.placements) if isinstance(original, DTensor) else None
         self.mesh, self.placements, self.around = layout.mesh, layout.placements, layout.around
         self.handle, self.unit = _C.handle_of(shard), _C.module_of(shard)
         like = original if isinstance(original, DTensor) else self.handle
@@ -174,13 +173,8 @@ class Sharded:
 
     def unsharded_on_meta(self) -> nn.Parameter:
         """A parameter as the one that was sharded."""
-        if self.given is None:
-            whole = torch.empty(self.shape, dtype=self.parameter.dtype, device="meta")
-            return nn.Parameter(whole, self.parameter.requires_grad)
-        mesh, placements = self.given
-        local = torch.empty(self.handle.shape, dtype=self.parameter.dtype, device="meta")
-        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
-        return nn.Parameter(whole, self.parameter.requires_grad)
+        whole = torch.empty(self.handle.shape, dtype=self.parameter.dtype, device="meta")
+        return nn.Parameter(self._around(whole), self.parameter.requires_grad)
 
     def _show_handle(self) -> None:
         self.shadow = self._around_handle()
@@ -195,12 +189,13 @@ class Sharded:
         shadow._is_param = True
         return shadow
 
-    def _around(self, whole: torch.Tensor) -> DTensor:
-        mesh, placements = self.around
-        return DTensor.from_local(whole, mesh, placements, run_check=False, shape=self.shape, stride=self.stride)
+    def _around(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole if self.around is None else self.around.wrap(whole, self.shape, self.stride)
 
     def as_given(self, whole: torch.Tensor) -> nn.Parameter:
-        """A DTensor on the mesh that ``fully_shard`` was not given, in the memory of a plain tensor."""
+        """In the memory of a plain tensor, a parameter as the one that was sharded."""
+        if self.around is None:
+            return whole
         parameter = nn.Parameter(self._around(whole.detach()), whole.requires_grad)
         if whole.grad is not None:
             parameter.grad = self._around(whole.grad)

@@ -44,7 +44,7 @@ def clip_grad_norm_(
 def _is_ours_alone(parameter: torch.Tensor) -> bool:
     """Whether nothing but ``fully_shard`` has cut it."""
     sharded = sharded_behind(parameter)
-    return sharded is not None and sharded.around is None
+    return sharded is not None and not (sharded.around and sharded.around.cuts)
 
 
 def _clip_on_several_meshes(
@@ -74,7 +74,7 @@ def summon_full_params(
     with_grads: bool = False,
 ) -> Iterator[None]:
     """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written: write into them,
-    others in their places are dropped at the end. With tensor parallelism they are DTensors as before ``fully_shard``.
+    others in their places are dropped at the end. What was a DTensor before ``fully_shard`` is one as it was.
 
     Collective at its beginning and at its end. Not between a forward and the end of its backward.
     """
@@ -103,7 +103,7 @@ def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     registered = Registered.of(owner)
     sharded = registered.sharded[name]
     tensor._is_param = True
-    registered.exchange_quietly(name, tensor if sharded.around is None else sharded.as_given(tensor))
+    registered.exchange_quietly(name, sharded.as_given(tensor))
 
 
 @contextmanager

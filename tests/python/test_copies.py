@@ -86,9 +86,14 @@ def tensor_parallel():
     return blocks(parallelize_module(seeded(Layers), mesh["tp"], plan), mesh=mesh["dp"])
 
 
+class LayersOnOneMesh(Layers):
+    def forward(self, x):
+        return super().forward(DTensor.from_local(x, self.up.weight.device_mesh, [Shard(0)], run_check=False)).to_local()
+
+
 def on_one_mesh():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
-    model = seeded(Layers)
+    model = seeded(LayersOnOneMesh)
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is not None:

@@ -43,13 +43,23 @@ def tensor_parallel(mesh, make=lambda: seeded(MLP)):
     return parallelize_module(make(), mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 
+def over_batch(mesh):
+    """Rows along data parallel dimensions, the same along others."""
+    return [Shard(0) if name in DATA_PARALLEL else Replicate() for name in mesh.mesh_dim_names]
+
+
+def own_rows(out):
+    """This rank's, of what a model gave."""
+    return out.redistribute(placements=over_batch(out.device_mesh)).to_local() if isinstance(out, DTensor) else out
+
+
 def check_as_unsharded(model, mesh, local_batch=lambda x: x):
     reference = seeded(MLP)
     ours = torch.optim.AdamW(model.parameters(), lr=1e-2)
     theirs = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for step in range(3):
         rows, mine = batch_of(mesh, step)
-        whole(model(local_batch(mine))).pow(2).mean().backward()
+        own_rows(model(local_batch(mine))).pow(2).mean().backward()
         reference(rows).pow(2).mean().backward()
         for (name, p), (_, q) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
             torch.testing.assert_close(whole(p.grad), q.grad, msg=lambda m: f"{step} {name}: {m}")
@@ -306,7 +316,7 @@ def test_one_mesh_for_everything():
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         assert next(model.parameters()).placements == (placement or Replicate(),)
         assert next(model.parameters()).device_mesh == mesh
-        check_as_unsharded(model, mesh)
+        check_as_unsharded(model, mesh, on_this_mesh(mesh))
 
 
 COLUMNS_AND_ROWS = {
@@ -317,10 +327,9 @@ COLUMNS_AND_ROWS = {
 }
 
 
-def with_tensor_inputs(model, mesh):
-    """Activations are DTensors on what is left of the mesh."""
-    rest = mesh["tp"]
-    return lambda x: DTensor.from_local(x, rest, [Replicate()], run_check=False)
+def on_this_mesh(mesh):
+    """Activations are DTensors too."""
+    return lambda x: DTensor.from_local(x, mesh, over_batch(mesh), run_check=False)
 
 
 @on_ranks(4, comm=("shm",))
@@ -333,9 +342,9 @@ def test_one_mesh_with_tensor_parallel():
         model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         assert model.up._parameters["weight"].placements == cut
-        assert model.up.weight.device_mesh == mesh["tp"]
+        assert model.up.weight.device_mesh == mesh and model.up.weight.placements == (Replicate(), Shard(0))
         assert all(p.device_mesh == mesh for p in model.parameters())
-        check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+        check_as_unsharded(model, mesh, on_this_mesh(mesh))
 
 
 @on_ranks(8, comm=("shm",))
@@ -352,7 +361,7 @@ def test_one_mesh_with_several_data_parallel_dimensions():
         fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
         for p, q in zip(model.parameters(), seeded(MLP).parameters(), strict=True):
             assert torch.equal(whole(p), q), (dims, p.placements, p.device_mesh)
-        check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+        check_as_unsharded(model, mesh, on_this_mesh(mesh))
 
 
 @needs_mesh_dims
@@ -391,7 +400,7 @@ def test_collectives_and_hooks_are_those_of_the_data_parallel_dimension():
 
     model.set_custom_all_gather(gather)
     model.set_all_reduce_hook(lambda gradient: hooked.append(gradient.numel()), stream=torch.Stream("cpu"))
-    check_as_unsharded(model, mesh, with_tensor_inputs(model, mesh))
+    check_as_unsharded(model, mesh, on_this_mesh(mesh))
     assert set(sizes) == {4} and hooked
 
 
@@ -401,7 +410,7 @@ def test_zeros_for_parameters_that_are_dtensors_and_unused():
     model = on_whole_mesh(mesh, COLUMNS_AND_ROWS)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     model.set_reduce_scatter_unused_params(True)
-    x = with_tensor_inputs(model, mesh)(torch.ones(1, 8))
+    x = on_this_mesh(mesh)(torch.ones(1, 8))
     whole(model.up(x)).sum().backward()
     gradient = model.down._parameters["weight"].grad
     assert isinstance(gradient, DTensor) and whole(gradient).abs().max() == 0
