@@ -38,6 +38,8 @@ def be_rank(rank: int, case, files: pathlib.Path) -> None:
     addressed = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # some look for it; the group is made without
     ranked = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=RANKS, LOCAL_WORLD_SIZE=RANKS)
     os.environ.update(addressed, **{name: str(value) for name, value in ranked.items()})
+    os.makedirs(f"{files}.files", exist_ok=True)
+    os.chdir(f"{files}.files")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{files}.store", RANKS), rank=rank, world_size=RANKS)
     torch.manual_seed(0)

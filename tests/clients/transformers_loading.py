@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from transformers.distributed import DistributedConfig
 
 CONFIG = dict(
-    vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
+    vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
 )
 FOLDER = pathlib.Path("models")
 
@@ -38,7 +38,7 @@ def train_loaded(model: torch.nn.Module) -> Outcome:
     model.train()
 
     def loss_at(step: int) -> torch.Tensor:
-        tokens = torch.randint(3, 97, (2, 12), generator=draws(step))
+        tokens = torch.randint(3, 96, (2, 12), generator=draws(step))
         return model(input_ids=tokens, labels=tokens).loss
 
     return train(model, loss_at)
