@@ -3,8 +3,11 @@
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate_on_cpu import shard_on_cpu
 from training import STEPS, Outcome, case, draws, whole_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+shard_on_cpu()
 
 CONFIG = dict(
     vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
@@ -23,7 +26,6 @@ def accelerator_of(mixed_precision: str = "no", accumulation: int = 1, **options
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["LlamaDecoderLayer", "Qwen3DecoderLayer"],
         **{"cpu_ram_efficient_loading": False, **options},
     )
     return Accelerator(

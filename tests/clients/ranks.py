@@ -12,6 +12,8 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,19 +22,31 @@ RANKS = 2
 LIMIT = float(os.environ.get("CLIENTS_LIMIT", 120))  # seconds for a case
 
 
-def exchange_fully_shard() -> None:
+class Counted:
+    """The ``fully_shard`` that clients find, which is PyTorch's or libfsdp's."""
+
+    def __init__(self, fully_shard: Callable):
+        self.fully_shard, self.calls = fully_shard, 0
+        self.state = fully_shard.state
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.fully_shard(*args, **kwargs)
+
+
+def put_in_place(library: str) -> Counted:
     """What a program does by its import, done to programs that are installed: before they import it."""
     import torch.distributed._composable.fsdp as older_place
     import torch.distributed.fsdp as place
     import torch.distributed.fsdp._fully_shard as inner_place
 
-    import libfsdp
-
+    counted = Counted(importlib.import_module("libfsdp" if library == "libfsdp" else "torch.distributed.fsdp").fully_shard)
     for module in (place, older_place, inner_place):
-        module.fully_shard = libfsdp.fully_shard
+        module.fully_shard = counted
+    return counted
 
 
-def be_rank(rank: int, case, files: pathlib.Path) -> None:
+def be_rank(rank: int, case: Callable, files: pathlib.Path, counted: Counted) -> None:
     with open(f"{files}.said{rank}", "w") as said:
         os.dup2(said.fileno(), 1), os.dup2(said.fileno(), 2)
     addressed = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # some look for it; the group is made without
@@ -46,20 +60,22 @@ def be_rank(rank: int, case, files: pathlib.Path) -> None:
     start = time.monotonic()
     outcome = case()
     seconds = time.monotonic() - start
+    assert counted.calls, "the client has not called fully_shard"
     dist.barrier()
     torch.save(dict(vars(outcome), seconds=seconds), f"{files}.outcome{rank}")
 
 
-def fork_rank(rank: int, case, files: pathlib.Path) -> int:
+def fork_rank(*arguments: Any) -> int:
     sys.stdout.flush(), sys.stderr.flush()
     child = os.fork()
     if child:
         return child
     status = 1
     try:
-        be_rank(rank, case, files)
+        be_rank(*arguments)
         status = 0
     except BaseException:
+        rank, _, files, _ = arguments
         pathlib.Path(f"{files}.failed{rank}").write_text(traceback.format_exc())
     finally:
         sys.stdout.flush(), sys.stderr.flush()
@@ -96,8 +112,7 @@ def note_end(files: pathlib.Path, rank: int, how: str) -> None:
 def main() -> None:
     client, library, folder, *cases = sys.argv[1:]
     folder = pathlib.Path(folder)
-    if library == "libfsdp":
-        exchange_fully_shard()
+    counted = put_in_place(library)
     try:
         importlib.import_module(client)
     except ImportError as error:
@@ -107,7 +122,7 @@ def main() -> None:
 
     for name in cases:
         files = folder / name
-        await_ranks({rank: fork_rank(rank, CASES[name], files) for rank in range(RANKS)}, files)
+        await_ranks({rank: fork_rank(rank, CASES[name], files, counted) for rank in range(RANKS)}, files)
 
 
 if __name__ == "__main__":

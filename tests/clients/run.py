@@ -22,7 +22,8 @@ import torch
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARIES = ("torch", "libfsdp")
 TOLERANCE = 1e-5  # of losses and weights, relative to the largest
-HEAD = f"{'client':<44} {'steps':>5} {'losses':>9} {'weights':>9} {'time':>5}"
+ENDS = ("as with PyTorch", "not", "fail with PyTorch's own", "skipped")
+HEAD = f"{'client':<48} {'steps':>5} {'losses':>9} {'weights':>9} {'time':>6}"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -88,7 +89,7 @@ def compare(ours: list[dict], theirs: list[dict]) -> tuple[str, bool]:
     losses = worst([(torch.tensor(a["losses"]), torch.tensor(b["losses"])) for a, b in both])
     weights = worst([(a["weights"][name], tensor) for a, b in both for name, tensor in b["weights"].items()])
     ratio = ours[0]["seconds"] / theirs[0]["seconds"]
-    row = f"{len(ours[0]['losses']):>5} {losses:>9.1e} {weights:>9.1e} {ratio:>5.2f}"
+    row = f"{len(ours[0]['losses']):>5} {losses:>9.1e} {weights:>9.1e} {ratio:>6.2f}"
     return row, max(losses, weights) <= TOLERANCE
 
 
@@ -96,25 +97,25 @@ def outcomes(folder: pathlib.Path, name: str) -> list[dict]:
     return [torch.load(path) for path in sorted(folder.glob(f"{name}.outcome*"))]
 
 
-def row_of(name: str, folders: dict[str, pathlib.Path]) -> tuple[str, str | None, bool]:
-    """The row, a text to print below the table, and whether the case is well."""
+def row_of(name: str, folders: dict[str, pathlib.Path]) -> tuple[str, str | None, str]:
+    """The row, a text to print below the table, and which of ENDS it is."""
     failures = {library: failure(folders[library], name) for library in LIBRARIES}
     last = {library: text.splitlines()[-1][:150] for library, text in failures.items() if text}
     if failures["torch"]:
         ours = f"libfsdp: {last['libfsdp']}" if failures["libfsdp"] else "runs with libfsdp"
-        return f"PyTorch's own fails ({last['torch']}); {ours}", failures["torch"], True
+        return f"PyTorch's own fails ({last['torch']}); {ours}", failures["torch"], "fail with PyTorch's own"
     if failures["libfsdp"]:
-        return f"FAILED: {last['libfsdp']}", failures["libfsdp"], False
+        return f"FAILED: {last['libfsdp']}", failures["libfsdp"], "not"
     row, is_well = compare(outcomes(folders["libfsdp"], name), outcomes(folders["torch"], name))
-    return row if is_well else f"{row}  DIFFERENT", None, is_well
+    return row if is_well else f"{row}  DIFFERENT", None, "as with PyTorch" if is_well else "not"
 
 
-def rows(cases: dict[str, list[str]], scratch: pathlib.Path) -> Iterator[tuple[str, str, str | None, bool | None]]:
+def rows(cases: dict[str, list[str]], scratch: pathlib.Path) -> Iterator[tuple[str, str, str | None, str]]:
     for client, names in cases.items():
         folders = {library: run_client(client, names, library, scratch) for library in LIBRARIES}
         skipped = folders["torch"] / "skipped"
         if skipped.exists():
-            yield client, f"skipped: {skipped.read_text()}", None, None
+            yield client, f"skipped: {skipped.read_text()}", None, "skipped"
             continue
         for name in names:
             yield (f"{client}/{name}", *row_of(name, folders))
@@ -123,14 +124,14 @@ def rows(cases: dict[str, list[str]], scratch: pathlib.Path) -> Iterator[tuple[s
 def run(cases: dict[str, list[str]], scratch: pathlib.Path) -> bool:
     results, texts = [], []
     print(HEAD)
-    for name, row, text, is_well in rows(cases, scratch):
-        print(f"{name:<44} {row}", flush=True)
-        results.append(is_well)
+    for name, row, text, end in rows(cases, scratch):
+        print(f"{name:<48} {row}", flush=True)
+        results.append(end)
         texts += [f"\n== {name}\n{text}"] if text else []
-    print(*texts, sep="\n", file=sys.stderr)
-    counts = [results.count(outcome) for outcome in (True, False, None)]
-    print("{} as with PyTorch, {} not, {} clients skipped".format(*counts))
-    return counts[1] == 0
+    if texts:
+        print(*texts, sep="\n", file=sys.stderr)
+    print(", ".join(f"{results.count(end)} {end}" for end in ENDS))
+    return "not" not in results
 
 
 def main() -> int:

@@ -1,9 +1,12 @@
 """transformers' Trainer: its FSDP path, which goes through Accelerate's."""
 
 import torch
+from accelerate_on_cpu import shard_on_cpu
 from torch.utils.data import Dataset
 from training import Outcome, case, whole_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+
+shard_on_cpu()
 
 CONFIG = dict(
     vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
@@ -28,12 +31,11 @@ def qwen() -> Qwen3ForCausalLM:
 
 
 def trainer_of(model: torch.nn.Module, fsdp_config: dict | None = None, **options) -> Trainer:
-    layers = ["LlamaDecoderLayer", "Qwen3DecoderLayer"]
     arguments = TrainingArguments(
         output_dir="trained",
         use_cpu=True,
         fsdp=True,
-        fsdp_config={"transformer_layer_cls_to_wrap": layers, **(fsdp_config or {})},
+        fsdp_config=fsdp_config or {},
         report_to="none",
         disable_tqdm=True,
         per_device_train_batch_size=2,
