@@ -16,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARIES = ("torch", "libfsdp")
@@ -72,7 +74,7 @@ def failure(folder: pathlib.Path, name: str) -> str | None:
     return errors[0] if errors else None
 
 
-def worst(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
+def worst(pairs: list[tuple["torch.Tensor", "torch.Tensor"]]) -> float:
     """The largest difference, relative to the largest number."""
     differences = [(a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()]
     scale = max([1e-30, *(b.double().abs().max().item() for _, b in pairs if b.numel())])
@@ -81,6 +83,8 @@ def worst(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 def compare(ours: list[dict], theirs: list[dict]) -> tuple[str, bool]:
     """A row's numbers, and whether they will do."""
+    import torch
+
     for mine, other in zip(ours, theirs, strict=True):
         if len(mine["losses"]) != len(other["losses"]) or set(mine["weights"]) != set(other["weights"]):
             missing = set(mine["weights"]) ^ set(other["weights"])
@@ -94,6 +98,8 @@ def compare(ours: list[dict], theirs: list[dict]) -> tuple[str, bool]:
 
 
 def outcomes(folder: pathlib.Path, name: str) -> list[dict]:
+    import torch
+
     return [torch.load(path) for path in sorted(folder.glob(f"{name}.outcome*"))]
 
 
