@@ -1,7 +1,6 @@
 """Accelerate: its FSDP2 plugin prepares model and optimizer, clips, saves, loads and gathers."""
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate_on_cpu import shard_on_cpu
 from training import STEPS, Outcome, case, draws, whole_weights
@@ -99,7 +98,7 @@ def state_is_saved_and_loaded() -> Outcome:
     accelerator = accelerator_of(state_dict_type="SHARDED_STATE_DICT")
     model, optimizer = prepared(accelerator, llama())
     losses = train(accelerator, model, optimizer)
-    accelerator.save_state("state")
+    accelerator.save_state("state", safe_serialization=False)
     train(accelerator, model, optimizer, first=20)
     accelerator.load_state("state")
     losses += train(accelerator, model, optimizer, first=40)
@@ -111,20 +110,8 @@ def whole_state_is_saved_and_loaded() -> Outcome:
     accelerator = accelerator_of(state_dict_type="FULL_STATE_DICT")
     model, optimizer = prepared(accelerator, llama())
     losses = train(accelerator, model, optimizer)
-    accelerator.save_state("state")
+    accelerator.save_state("state", safe_serialization=False)
     train(accelerator, model, optimizer, first=20)
     accelerator.load_state("state")
     losses += train(accelerator, model, optimizer, first=40)
     return Outcome(losses, whole_weights(model))
-
-
-@case
-def weights_are_gathered() -> Outcome:
-    accelerator = accelerator_of()
-    model, optimizer = prepared(accelerator, llama())
-    losses = train(accelerator, model, optimizer)
-    gathered = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained("saved", is_main_process=dist.get_rank() == 0, state_dict=gathered)
-    dist.barrier()
-    loaded = LlamaForCausalLM.from_pretrained("saved")
-    return Outcome(losses, {**(gathered or {}), **{f"loaded.{name}": each for name, each in loaded.named_parameters()}})

@@ -1,16 +1,30 @@
 """TorchTitan: its Llama, sharded by its own parallelize function."""
 
-import torch
-import torchtitan.distributed.parallel_dims as parallel_dims
-from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.models.llama3 import llama3_configs, parallelize_llama
-from training import Outcome, case, draws, train
+import os
+
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its attention is compiled, which needs a compiler
+
+import torch  # noqa: E402
+import torchtitan.distributed.parallel_dims as parallel_dims  # noqa: E402
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+from torchtitan.models.llama3 import llama3_configs, parallelize_llama  # noqa: E402
+from training import Outcome, case, draws, train  # noqa: E402
 
 parallel_dims.device_type = "cpu"  # without an accelerator it takes CUDA for granted
 
 
+def causal(query, key, value, *, enable_gqa, scale=None, **_):
+    """In place of flex attention, which has no backward on the CPU; of one document."""
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return attend(query, key, value, is_causal=True, scale=scale, enable_gqa=enable_gqa), None
+
+
+FlexAttention._compiled_flex_attn = staticmethod(causal)
+
+
 def sharded(training: dict, **parallelism) -> torch.nn.Module:
-    config = llama3_configs["debugmodel"](attn_backend="sdpa")
+    config = llama3_configs["debugmodel"](attn_backend="flex")
     config.vocab_size = 2048
     config.layers = config.layers[:2]
     with torch.device("meta"):
@@ -39,7 +53,7 @@ def trained(training: dict, **parallelism) -> Outcome:
 
     def loss_at(step: int) -> torch.Tensor:
         tokens = torch.randint(0, 2048, (2, 17), generator=draws(step))
-        logits = model(tokens[:, :-1], positions)
+        logits = model(tokens[:, :-1], positions, model.get_attention_masks(positions))
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     return train(model, loss_at)

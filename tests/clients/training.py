@@ -45,12 +45,16 @@ def draws(step: int) -> torch.Generator:
 
 
 def train(
-    model: nn.Module, loss_at: Callable[[int], torch.Tensor], steps: int = STEPS, optimizer: Any = None, clip: float = 1.0
+    model: nn.Module,
+    loss_at: Callable[[int], torch.Tensor],
+    optimizer: Any = None,
+    clip: float = 1.0,
+    weights_of: Callable[[nn.Module], dict[str, torch.Tensor]] | None = None,
 ) -> Outcome:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = optimizer or torch.optim.AdamW(trained, lr=1e-2)
     losses = []
-    for step in range(steps):
+    for step in range(STEPS):
         loss = loss_at(step)
         loss.backward()
         if clip:
@@ -58,12 +62,13 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return Outcome(losses, whole_weights(model))
+    return Outcome(losses, (weights_of or whole_weights)(model))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.get_original_weight() if hasattr(tensor, "get_original_weight") else tensor.clone()  # torchao's NF4
 
 
 def whole_weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -92,32 +92,11 @@ def with_evaluation() -> Outcome:
     return outcome_of(trainer)
 
 
-def resumed(**options) -> Outcome:
-    first = trainer_of(llama(), save_strategy="steps", save_steps=2, **options)
-    first.train()
-    torch.manual_seed(5)
-    second = trainer_of(llama(), save_strategy="steps", save_steps=2, **{"max_steps": 6, **options})
-    second.train(resume_from_checkpoint="trained/checkpoint-4")
-    return outcome_of(second)
-
-
 @case
 def resumed_from_shards() -> Outcome:
-    return resumed(fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"})
-
-
-@case
-def resumed_from_wholes() -> Outcome:
-    return resumed(fsdp_config={"state_dict_type": "FULL_STATE_DICT"})
-
-
-@case
-def saved() -> Outcome:
-    trainer = trainer_of(llama())
-    trainer.train()
-    trainer.save_model("model")
-    torch.distributed.barrier()
-    outcome = outcome_of(trainer)
-    loaded = LlamaForCausalLM.from_pretrained("model")
-    outcome.weights.update({f"loaded.{name}": each.detach() for name, each in loaded.named_parameters()})
-    return outcome
+    steps = dict(save_strategy="steps", save_steps=2, fsdp_config={"state_dict_type": "SHARDED_STATE_DICT"})
+    trainer_of(llama(), **steps).train()
+    torch.manual_seed(5)
+    second = trainer_of(llama(), max_steps=6, **steps)
+    second.train(resume_from_checkpoint="trained/checkpoint-4")
+    return outcome_of(second)

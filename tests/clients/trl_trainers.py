@@ -74,21 +74,9 @@ def sft_of_adapters() -> Outcome:
     return supervised(peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
 
 
-def preferring(**more) -> Outcome:
-    data = [dict(prompt=text(i, 5), chosen=text(100 + i, 5), rejected=text(200 + i, 5)) for i in range(32)]
-    return trained(
-        DPOTrainer(
-            llama(), ref_model=llama(), args=DPOConfig(**options(**more)), train_dataset=Dataset.from_list(data),
-            processing_class=tokenizer(),
-        )
-    )  # fmt: skip
-
-
 @case
 def dpo() -> Outcome:
-    return preferring()
-
-
-@case
-def dpo_with_reference_computed_before() -> Outcome:
-    return preferring(precompute_ref_log_probs=True)
+    data = [dict(prompt=text(i, 5), chosen=text(100 + i, 5), rejected=text(200 + i, 5)) for i in range(32)]
+    arguments = DPOConfig(**options())
+    data = Dataset.from_list(data)
+    return trained(DPOTrainer(llama(), llama(), args=arguments, train_dataset=data, processing_class=tokenizer()))
