@@ -1,4 +1,4 @@
-"""Accelerate takes its FSDP plugin on accelerators only, and replicates on the CPU, without a word. Here it shards there too."""
+"""Accelerate takes its FSDP plugin on accelerators only: on the CPU it replicates, without a word. Here it shards there."""
 
 import functools
 

@@ -12,7 +12,8 @@ from training import STEPS, Outcome, case, draws, whole_weights
 
 
 def network() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), nn.Linear(16, 4))
+    inner = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16))
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), inner, nn.Linear(16, 4))
 
 
 def shard_parts(model: nn.Module, mesh) -> nn.Module:
@@ -24,7 +25,8 @@ def shard_parts(model: nn.Module, mesh) -> nn.Module:
 
 def rows() -> DataLoader:
     generator = torch.Generator().manual_seed(3)
-    return DataLoader(TensorDataset(torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)), 4)
+    inputs, targets = torch.randn(32, 8, generator=generator), torch.randn(32, 4, generator=generator)
+    return DataLoader(TensorDataset(inputs, targets), batch_size=4)
 
 
 class Regression(lightning.LightningModule):

@@ -6,7 +6,7 @@ from training import Outcome, case, draws, lists_of, shard, train, whole_weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 CONFIG = dict(
-    vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48
+    vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
 )
 
 

@@ -40,7 +40,8 @@ def put_in_place(library: str) -> Counted:
     import torch.distributed.fsdp as place
     import torch.distributed.fsdp._fully_shard as inner_place
 
-    counted = Counted(importlib.import_module("libfsdp" if library == "libfsdp" else "torch.distributed.fsdp").fully_shard)
+    source = importlib.import_module("libfsdp") if library == "libfsdp" else place
+    counted = Counted(source.fully_shard)
     for module in (place, older_place, inner_place):
         module.fully_shard = counted
     return counted

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 HERE = pathlib.Path(__file__).resolve().parent
 LIBRARIES = ("torch", "libfsdp")
 TOLERANCE = 1e-5  # of losses and weights, relative to the largest
-ENDS = ("as with PyTorch", "not", "fail with PyTorch's own", "skipped")
+KNOWN = {"transformers_loading/tied_by_shards": "ties stay, in shards without slack: docs/python.md"}
+ENDS = ("as with PyTorch", "not", "known to differ", "fail with PyTorch's own", "skipped")
 HEAD = f"{'client':<48} {'steps':>5} {'losses':>9} {'weights':>9} {'time':>6}"
 
 
@@ -63,7 +64,8 @@ def run_client(client: str, names: list[str], library: str, scratch: pathlib.Pat
     with open(folder / "said", "w") as said:
         ended = subprocess.run(command, env=environment(scratch), cwd=folder, stdout=said, stderr=subprocess.STDOUT)
     if ended.returncode:
-        sys.exit(f"{client} with {library}: ranks.py ended with {ended.returncode}\n{(folder / 'said').read_text()[-4000:]}")
+        said = (folder / "said").read_text()[-4000:]
+        sys.exit(f"{client} with {library}: ranks.py ended with {ended.returncode}\n{said}")
     return folder
 
 
@@ -74,10 +76,16 @@ def failure(folder: pathlib.Path, name: str) -> str | None:
     return errors[0] if errors else None
 
 
+def precise(tensor: "torch.Tensor") -> "torch.Tensor":
+    import torch
+
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
+
+
 def worst(pairs: list[tuple["torch.Tensor", "torch.Tensor"]]) -> float:
     """The largest difference, relative to the largest number."""
-    differences = [(a.double() - b.double()).abs().max().item() for a, b in pairs if a.numel()]
-    scale = max([1e-30, *(b.double().abs().max().item() for _, b in pairs if b.numel())])
+    differences = [(precise(a) - precise(b)).abs().max().item() for a, b in pairs if a.numel()]
+    scale = max([1e-30, *(precise(b).abs().max().item() for _, b in pairs if b.numel())])
     return math.inf if any(map(math.isnan, differences)) else max(differences, default=0.0) / scale
 
 
@@ -87,8 +95,8 @@ def compare(ours: list[dict], theirs: list[dict]) -> tuple[str, bool]:
 
     for mine, other in zip(ours, theirs, strict=True):
         if len(mine["losses"]) != len(other["losses"]) or set(mine["weights"]) != set(other["weights"]):
-            missing = set(mine["weights"]) ^ set(other["weights"])
-            return f"different: {len(mine['losses'])} and {len(other['losses'])} losses; weights of one only: {missing}", False
+            alone, counts = set(mine["weights"]) ^ set(other["weights"]), (len(mine["losses"]), len(other["losses"]))
+            return f"{counts[0]} losses, and {counts[1]} with PyTorch; weights of one only: {alone or 'none'}", False
     both = list(zip(ours, theirs, strict=True))
     losses = worst([(torch.tensor(a["losses"]), torch.tensor(b["losses"])) for a, b in both])
     weights = worst([(a["weights"][name], tensor) for a, b in both for name, tensor in b["weights"].items()])
@@ -110,6 +118,8 @@ def row_of(name: str, folders: dict[str, pathlib.Path]) -> tuple[str, str | None
     if failures["torch"]:
         ours = f"libfsdp: {last['libfsdp']}" if failures["libfsdp"] else "runs with libfsdp"
         return f"PyTorch's own fails ({last['torch']}); {ours}", failures["torch"], "fail with PyTorch's own"
+    if failures["libfsdp"] and (reason := KNOWN.get(f"{folders['torch'].parent.name}/{name}")):
+        return f"known to fail: {reason}", None, "known to differ"
     if failures["libfsdp"]:
         return f"FAILED: {last['libfsdp']}", failures["libfsdp"], "not"
     row, is_well = compare(outcomes(folders["libfsdp"], name), outcomes(folders["torch"], name))

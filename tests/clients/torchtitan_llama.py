@@ -6,6 +6,7 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its attention is compiled, which need
 
 import torch  # noqa: E402
 import torchtitan.distributed.parallel_dims as parallel_dims  # noqa: E402
+from torch.distributed.fsdp import FSDPModule  # noqa: E402
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 from torchtitan.models.llama3 import llama3_configs, parallelize_llama  # noqa: E402
@@ -41,6 +42,9 @@ def sharded(training: dict, **parallelism) -> torch.nn.Module:
         ac_config=None,
         dump_folder="",
     )
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # or PyTorch's has Gloo scale, which it cannot
     model.to_empty(device="cpu")
     with torch.no_grad():
         model.init_states()
