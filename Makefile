@@ -10,7 +10,7 @@ SEED ?=
 PREFIX ?= /usr/local
 export PYTHON TORCH
 
-.PHONY: help setup build python train test soak bench asan tsan format check install package clean
+.PHONY: help setup build python train test soak bench clients asan tsan format check install package clean
 
 help: ## this text
 	@scripts/help.sh
@@ -36,6 +36,9 @@ soak: build ## random trials with fresh seeds: MINUTES=30 make soak, SEED=17 for
 
 bench: setup ## measure libfsdp beside PyTorch, in about 15 minutes: ONLY=name for some rows
 	@bench/run
+
+clients: setup ## other libraries' training with libfsdp beside PyTorch: PYTHON=/path/to/python that has them, ONLY=name
+	@tests/clients/run
 
 asan: setup ## all tests with the address and undefined-behaviour sanitizers, in build-asan/
 	@scripts/build.sh asan

@@ -118,6 +118,17 @@ class OnTheWhole:
         self.handle().grad = None
 
 
+class FilledLater(nn.Parameter):
+    """The handle of a parameter that had no values when it was sharded. What loaders note on the registered one, which they
+    fill (transformers: that it needs no initialization), is found on what the module's code reads."""
+
+    def __getattr__(self, name: str) -> Any:
+        sharded = sharded_behind(self)
+        if sharded is None or name not in vars(sharded.parameter):
+            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+        return vars(sharded.parameter)[name]
+
+
 def _leave_apart() -> None:
     """In place of an RNN's ``flatten_parameters``, which on a GPU wants addresses, of memory that is not there."""
 
@@ -144,6 +155,8 @@ class Sharded:
             self.handle._is_param = True
             self.handle.requires_grad_(requires_grad)
             original._fsdp_handle = self.handle  # it may be tied to parameters of other units
+        if shard.is_meta and type(self.handle) is nn.Parameter:
+            self.handle.__class__ = FilledLater
         self._show_handle()
         remember(self.handle, self)
         remember(self.parameter, self)

@@ -449,3 +449,19 @@ def test_a_subclass_that_can_only_be_split_and_shares_a_table():
     with pytest.raises(RuntimeError, match="sharded at this moment"):
         model[0].weight.codes.data_ptr()
     assert torch.equal(whole_table, table), "it stays where it is"
+
+
+@on_ranks(1, 2)
+def test_what_a_loader_notes_on_parameters_is_found_by_the_modules_code():
+    """As transformers', which initializes what has no note."""
+    for shard in (torch_fully_shard, fully_shard):
+        with torch.device("meta"):
+            model = mlp()
+        shard(model[0]), shard(model)
+        model.to_empty(device="cpu")
+        for parameter in model.state_dict(keep_vars=True).values():
+            parameter.needs_no_initialization = True
+        for read in (model[0].weight, model[2][0].bias):
+            assert read.needs_no_initialization, shard
+            assert not hasattr(read, "another_note") and not hasattr(read, "_fsdp_sharded")
+        assert isinstance(model[0].weight, nn.Parameter)
