@@ -21,6 +21,7 @@ struct HandleMeta final : torch::autograd::AutogradMeta {
   }
   at::Tensor& mutable_grad() override {
     if (is_over()) {
+      tenant_of(grad_)->param->stand_in_was_taken_off();
       grad_.reset();
     }
     return grad_;

@@ -1,5 +1,7 @@
 #include "engine/param.h"
 
+#include <utility>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -167,13 +169,17 @@ void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10:
   gathered_ = dtype;
   if (!is_handle(handle)) {
     requires_grad_ = handle.requires_grad(); // what it says so far is nobody's wish
+    hooked_ = stands_in_ = false;
   }
   handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
   auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, this, nullptr});
   end_stand_in();
-  stand_in_ =
-      make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device});
-  hooked_ = false;
+  const at::Tensor former = std::exchange(
+      stand_in_,
+      make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device}));
+  if (stands_in_ && handle.grad().is_same(former)) {
+    handle.mutable_grad() = stand_in_;
+  }
   show_gradient_while_shard_has_one(handle);
   follow_requires_grad();
 }

@@ -136,6 +136,12 @@ class alignas(64) Param {
   at::Tensor shard_gradient() const;
   /// `zero_grad()`, say. (Not known where something else than the shard is shown.)
   bool gradient_was_dropped() const;
+  /// Where a module has handles registered, it is theirs that its `zero_grad()` drops: the shard's goes with it.
+  void follow_dropped_gradient();
+  /// By us, not by users.
+  void stand_in_was_taken_off() {
+    stands_in_ = false;
+  }
   /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it.
   void give_shard_gradient(at::Tensor gradient);
 
@@ -198,6 +204,7 @@ class alignas(64) Param {
   void agree_on_requires_grad();
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
+  void take_off_stand_in(at::Tensor& gradient);
 
   // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
@@ -207,6 +214,7 @@ class alignas(64) Param {
   int expected_ = 0; // gradients
   c10::ScalarType gathered_;
   bool hooked_ = false;
+  bool stands_in_ = false; // the handle was given `stand_in_`
   bool requires_grad_ = false; // of the handle, when it agreed with the shard last
 
   Unit& unit_;

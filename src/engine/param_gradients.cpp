@@ -49,6 +49,16 @@ bool Param::gradient_was_dropped() const {
   return shown_itself_ && !shard_.grad().defined();
 }
 
+void Param::follow_dropped_gradient() {
+  if (!stands_in_ || !shown_itself_ || gradient_was_dropped()) {
+    return;
+  }
+  if (const at::Tensor handle(handle_.lock()); handle.defined() && !handle.grad().defined()) {
+    stands_in_ = false;
+    shard_.mutable_grad().reset();
+  }
+}
+
 void Param::give_shard_gradient(at::Tensor gradient) {
   if (gradient.sizes() != c10::IntArrayRef(shard_sizes_) || gradient.strides() != c10::IntArrayRef(shard_strides_)) {
     gradient = view_into(gradient, gradient.scalar_type(), shard_sizes_, shard_strides_, 0);
@@ -78,14 +88,20 @@ void Param::agree_on_requires_grad() {
 
 void Param::install_gradient_hooks(const at::Tensor& handle) {
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
-  handle.register_hook(
-      [impl = handle.unsafeGetTensorImpl(), stand_in = stand_in_.unsafeGetTensorImpl()](const at::Tensor&) {
-        // What stands in for the last gradient must not be added to the next.
-        auto& gradient = impl->mutable_grad();
-        if (gradient.unsafeGetTensorImpl() == stand_in) {
-          gradient.reset();
-        }
-      });
+  handle.register_hook([this, unit = unit_.weak_from_this(), impl = handle.unsafeGetTensorImpl()](const at::Tensor&) {
+    if (const auto alive = unit.lock()) { // else the tensor was given another storage, which `GradientHook` says
+      take_off_stand_in(impl->mutable_grad());
+    }
+  });
+}
+
+// What stands in for the last gradient must not be added to the next.
+void Param::take_off_stand_in(at::Tensor& gradient) {
+  follow_dropped_gradient();
+  if (gradient.is_same(stand_in_)) {
+    stand_in_was_taken_off();
+    gradient.reset();
+  }
 }
 
 void Param::note_in(ForwardGraph& graph) const {
@@ -113,6 +129,7 @@ void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
 void Param::take_gradient(const at::Tensor& handle) {
   if (at::Tensor arrived = handle.grad(); arrived.defined()) {
     handle.mutable_grad() = stand_in_;
+    stands_in_ = true;
     if (trainable()) {
       add_gradient(std::move(arrived));
     }

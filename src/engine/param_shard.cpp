@@ -39,14 +39,18 @@ void Param::know_shard_again() {
 }
 
 bool Param::takes_values_of_handle() const {
-  return shown_itself_ && !bucket_.options().extended && !on_meta() && unit_.held == 0;
+  return shown_itself_ && !bucket_.options().extended && !on_meta() && (unit_.held == 0 || bucket_.is_private());
 }
 
 void Param::take_values(const at::Tensor& whole) {
   InternalScope scope;
   const at::Tensor piece = piece_of(whole.detach());
-  shard_.set_data(piece);
-  know_shard_again();
+  if (unit_.held > 0) { // a guard shows it, and writes back what it shows
+    unit_.private_copy(*this).copy_(whole);
+  } else {
+    shard_.set_data(piece);
+    know_shard_again();
+  }
   values_change();
 }
 

@@ -1,6 +1,7 @@
 // A module's own methods take its registered tensors for wholes. `torch::load` gives each the data of the file's tensor
 // (`set_`); `Module::clone` gives each parameter of a new module the data of a copy. With shards among them, a whole
-// would become a shard's data, or a piece a parameter's: an error here, where it happens.
+// would become a shard's data, or a piece a parameter's: an error here, where it happens. What handles are given, where
+// these are registered, are wholes.
 
 #include <optional>
 #include <string>
@@ -38,11 +39,24 @@ void check_new_data(const Param& param, const at::Tensor& data) {
       data.sizes());
 }
 
-void set_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto arguments = torch::jit::last(*stack, 2);
-  Param* param = param_of_shard(arguments[0].toTensor());
+bool is_same_view(const at::Tensor& one, const at::Tensor& other) {
+  return one.has_storage() && other.has_storage() &&
+         one.storage().unsafeGetStorageImpl() == other.storage().unsafeGetStorageImpl() &&
+         one.sizes() == other.sizes() && one.strides() == other.strides() &&
+         one.storage_offset() == other.storage_offset();
+}
+
+void set_tensor(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const at::Tensor tensor = torch::jit::peek(*stack, 0, 2).toTensor(), data = torch::jit::peek(*stack, 1, 2).toTensor();
+  Param* param = param_of_shard(tensor);
   if (param != nullptr) {
-    called_by_torch([&] { check_new_data(*param, arguments[1].toTensor()); });
+    called_by_torch([&] { check_new_data(*param, data); });
+  }
+  bool gave_values = false;
+  called_by_torch([&] { gave_values = give_values(tensor, data); });
+  if (gave_values) {
+    torch::jit::drop(*stack, 1); // and the tensor is what the operator returns
+    return;
   }
   intercept(op, keys, stack);
   if (param != nullptr) {
@@ -79,6 +93,19 @@ void copy_shard(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
 
 } // namespace
 
+// They may be what another handle shows (`target->weight.set_data(online->weight)`), which comes and goes.
+bool give_values(const at::Tensor& handle, const at::Tensor& data) {
+  Param* param = param_of(handle);
+  if (param == nullptr || !param->is_handle(handle) || !param->takes_values_of_handle() || is_same_view(handle, data)) {
+    return false;
+  }
+  const c10::AutoGradMode no_grad(false);
+  const at::Tensor values = param_of(data) == nullptr ? data : data.clone();
+  const auto lock = param->unit().runtime().lock();
+  param->take_values(values);
+  return true;
+}
+
 void check_is_no_piece(const at::TensorBase& tensor, const at::TensorBase& data) {
   const auto& piece = last_copy();
   FSDP_CHECK(
@@ -94,7 +121,7 @@ void check_is_no_piece(const at::TensorBase& tensor, const at::TensorBase& data)
 
 TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   using namespace fsdp::engine;
-  library.impl("set_.source_Tensor", torch::CppFunction::makeFromBoxedFunction<&set_shard>());
+  library.impl("set_.source_Tensor", torch::CppFunction::makeFromBoxedFunction<&set_tensor>());
   library.impl("clone", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
   library.impl("to.dtype_layout", torch::CppFunction::makeFromBoxedFunction<&copy_shard>());
 }

@@ -71,13 +71,11 @@ class TensorMethods final : public ForwardingHooks {
       ForwardingHooks::set_data(self, data);
       return;
     }
-    const auto lock = param->unit().runtime().lock();
-    const bool of_shard = param_of_shard_seen(self) != nullptr;
-    const bool values = !of_shard && param_seen(data) == nullptr && param->is_handle(*at::OptionalTensorRef(self));
-    if (values && param->takes_values_of_handle()) {
-      param->take_values(*at::OptionalTensorRef(data));
+    if (give_values(*at::OptionalTensorRef(self), *at::OptionalTensorRef(data))) {
       return;
     }
+    const auto lock = param->unit().runtime().lock();
+    const bool of_shard = param_of_shard_seen(self) != nullptr;
     ForwardingHooks::set_data(self, data);
     if (of_shard) {
       param->shard_was_given_data();

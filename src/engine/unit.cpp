@@ -550,6 +550,7 @@ void Unit::let_look(bool looked_at) {
 void Unit::expect_gradients(const BackwardGraph& graph, bool nested) {
   if (std::exchange(graph_, graph.id()) != graph.id()) {
     for (auto& param : params_) {
+      param->follow_dropped_gradient();
       param->expect_gradient(graph, nested);
     }
   }

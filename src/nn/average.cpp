@@ -23,7 +23,8 @@ struct Plain {
   std::vector<at::Tensor> plain;
 
   void add(const at::Tensor& tensor) {
-    if (tensor.defined() && (tensor.is_floating_point() || tensor.is_complex()) && tensor.numel() > 0) {
+    const bool has_values = tensor.defined() && !tensor.is_meta() && tensor.numel() > 0;
+    if (has_values && (tensor.is_floating_point() || tensor.is_complex())) {
       plain.push_back(tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor.detach());
     }
   }

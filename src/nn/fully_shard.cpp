@@ -88,6 +88,11 @@ ModuleView view_of(torch::nn::Module& module) {
   ModuleView view{module.name(), nn::slots_of(module), {}, module.buffers()};
   for (const auto& [path, each] : nn::modules_of(module)) {
     if (auto unit = each != &module ? nn::registry::find(*each) : nullptr) {
+      FSDP_CHECK(
+          unit->held == 0,
+          "[fully_shard] was called while parameters of '{}', below it, are shown whole: call it after the guard of "
+          "summon_full_params has ended",
+          path);
       view.below.emplace_back(path, FSDPModule(std::move(unit)));
     }
   }
@@ -106,6 +111,9 @@ ModuleView view_of(const torch::jit::Module& module) {
       FSDP_CHECK(
           param->name() != slot.path,
           "[fully_shard] was called twice on the same TorchScript module: call it once, children before parents");
+      if (param->name().ends_with("." + slot.path)) {
+        continue; // of a module above
+      }
       const auto path = slot.path.substr(0, slot.path.size() - std::min(slot.path.size(), param->name().size() + 1));
       const auto unit = param->unit().shared_from_this();
       const bool known = std::any_of(view.below.begin(), view.below.end(), [&](const auto& below) {
@@ -171,6 +179,7 @@ FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& opti
   const ModuleView view = view_of(module);
   check_materialized(view.slots);
   check_any(!view.slots.empty(), view.name);
+  check_not_taken({view}, options);
   return fully_shard(std::vector<ModuleView>{view}, options);
 }
 

@@ -21,6 +21,7 @@ std::vector<std::pair<std::string, at::Tensor>> shards_of(const std::vector<Slot
     engine::Param* param = engine::param_of(slot.tensor);
     if (param != nullptr) {
       param->follow_requires_grad(); // of the handle, which nobody tells us of
+      param->follow_dropped_gradient();
     }
     const at::Tensor tensor = param != nullptr ? param->shard() : slot.tensor;
     if (seen.insert(tensor.unsafeGetTensorImpl()).second) {

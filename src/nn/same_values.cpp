@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/take.h>
 #include <c10/util/hash.h>
@@ -92,7 +93,9 @@ void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Labe
   for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
     mesh.group(dim)->broadcast(bytes, /*root=*/0, label);
   }
-  if (!values.is_alias_of(tensor)) {
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) { // expanded: it cannot be written
+    tensor.set_data(values.to(tensor.device()));
+  } else if (!values.is_alias_of(tensor)) {
     tensor.detach().copy_(values);
   }
 }

@@ -249,6 +249,23 @@ TEST_P(Clones, OfWhatWasBuiltOtherwiseAreErrors) {
   });
 }
 
+TEST_P(Clones, AreNotMadeOfWhatIsShownWhole) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    {
+      const auto guard = summon_full_params(*model);
+      EXPECT_TRUE(contains(error_message([&] { fsdp::clone(model); }), "after the guard of summon_full_params"));
+      EXPECT_TRUE(contains(
+          error_message([&] { fsdp::clone(model, [] { return std::make_shared<CopyableImpl>(); }); }),
+          "after the guard of summon_full_params"));
+      EXPECT_TRUE(contains(error_message([&] { fully_shard(*model); }), "parameters of 'first', below it, are shown"));
+    }
+    fully_shard(*model);
+    EXPECT_EQ(describe(*fsdp::clone(model)).str(), describe(*model).str());
+  });
+}
+
 // Parameters of the modules of one unit may have the same names.
 TEST_P(Clones, AreCutAsTheModelIsWhateverNamesRepeat) {
   on_threads(GetParam(), [] {

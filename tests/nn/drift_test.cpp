@@ -162,6 +162,8 @@ void expect_values_of_the_first(const FullyShardOptions& options) {
   model->register_buffer("flags", torch::full({3}, rank() == 0, torch::kBool));
   model->register_parameter("turned", torch::full({3, 5}, 1.0 + rank(), torch::kDouble).t());
   model->register_parameter("empty", torch::empty({0, 4}));
+  model->register_parameter("expanded", torch::full({1}, 1.0 + rank()).expand({3}));
+  model->register_buffer("expanded_too", torch::full({1}, 1.0 + rank()).expand({3}));
   const at::Tensor ignored = model->register_parameter("ignored", torch::full({2}, 1.0 + rank()));
   FullyShardOptions mine = options;
   mine.sync_module_states = true;
@@ -202,6 +204,7 @@ void expect_averages(const FullyShardOptions& options) {
   model->head->to(torch::kDouble);
   model->register_parameter("half", torch::ones({3}).to(torch::kBFloat16));
   model->register_parameter("frozen", torch::full({2}, 1.0 + rank()), /*requires_grad=*/false);
+  model->register_buffer("later", torch::empty({2}, torch::kMeta));
   auto ignored = model->head->parameters();
   for (const char* name : {"half", "frozen"}) {
     ignored.push_back(model->named_parameters()[name]);

@@ -157,6 +157,33 @@ TEST_P(Files, OfPlainModulesAreLoadedIntoSummonedOnes) {
   });
 }
 
+// These have handles registered, which are wholes to whoever gives them data.
+TEST_P(Files, OfListsOfParametersAreLoadedIntoShardedOnes) {
+  on_threads(GetParam(), [] {
+    const auto list_of = [](double value) {
+      nn::ParameterList list;
+      list->append(torch::full({4, 3}, value).requires_grad_());
+      return list;
+    };
+    nn::ParameterList list = list_of(1);
+    fully_shard(list);
+    const auto expect_loaded = [&](double value) {
+      EXPECT_TRUE(torch::equal(whole_of(*list, "0"), torch::full({4, 3}, value)));
+      EXPECT_TRUE(torch::equal(list[0], torch::full({4, 3}, value)));
+      list[0].sum().backward();
+      EXPECT_TRUE(parameters(list)[0].grad().defined());
+    };
+    load_from(file_of(list_of(3)), list);
+    expect_loaded(3);
+    {
+      const auto guard = summon_full_params(list);
+      load_from(file_of(list_of(5)), list);
+      EXPECT_TRUE(torch::equal(list[0], torch::full({4, 3}, 5.0)));
+    }
+    expect_loaded(5);
+  });
+}
+
 TEST_P(Files, AreNoDetourAroundClone) {
   on_threads(GetParam(), [] {
     const Net net = filled_and_sharded(1);

@@ -52,6 +52,7 @@ TEST(MetaOnProcesses, ResetParametersGivesTheValuesOfAnUnshardedModel) {
       layers->push_back(nn::Linear(5, 7));
       layers->push_back(nn::LayerNorm(nn::LayerNormOptions({7})));
       layers->push_back(nn::Linear(7, 3));
+      layers->push_back(nn::LSTM(3, 4)); // which goes over its parameters()
       return layers;
     };
     const nn::Sequential built = build();
@@ -64,8 +65,39 @@ TEST(MetaOnProcesses, ResetParametersGivesTheValuesOfAnUnshardedModel) {
     model[0]->as<nn::Linear>()->reset_parameters();
     model[1]->as<nn::LayerNorm>()->reset_parameters();
     model[2]->as<nn::Linear>()->reset_parameters();
+    model[3]->as<nn::LSTM>()->reset_parameters();
     for (const auto& item : built->named_parameters()) {
       expect_same(whole_of(*model, item.key()), item.value().detach(), item.key());
+    }
+    shutdown();
+  });
+}
+
+TEST(MetaOnProcesses, RandomNumbersOfShardsAreThoseOfTheWhole) {
+  on_processes(2, [] {
+    init({.device = "cpu"});
+    const torch::NoGradGuard no_grad;
+    nn::Linear model(4, 6), plain(4, 6);
+    fully_shard(*model, {.shard_placement_fn = [](const at::Tensor& parameter, const std::string&) {
+      return std::optional(ShardPlacement{.dim = parameter.dim() - 1});
+    }});
+    const std::vector<std::function<void(at::Tensor)>> draws = {
+        [](at::Tensor tensor) { tensor.uniform_(-1, 1); },
+        [](at::Tensor tensor) { tensor.normal_(2, 3); },
+        [](at::Tensor tensor) { tensor.data().random_(0, 9); },
+        [](at::Tensor tensor) { tensor.detach().bernoulli_(0.5); },
+        [](at::Tensor tensor) { tensor.exponential_(); },
+        [](at::Tensor tensor) { nn::init::uniform_(tensor); }};
+    for (const auto& draw : draws) {
+      for (auto* each : {&model, &plain}) {
+        torch::manual_seed(3);
+        for (const auto& parameter : (*each)->parameters()) {
+          draw(parameter);
+        }
+      }
+      expect_same(whole_of(*model, "weight"), plain->weight.detach(), "weight");
+      expect_same(whole_of(*model, "bias"), plain->bias.detach(), "bias");
+      EXPECT_TRUE(torch::equal(model->weight, plain->weight));
     }
     shutdown();
   });

@@ -340,6 +340,37 @@ TEST_P(Moving, ListsOfParameters) {
   });
 }
 
+TEST_P(Moving, ListsOfParametersWhileTheyAreShownWhole) {
+  on_threads(GetParam(), [] {
+    nn::ParameterList model;
+    model->append(torch::ones({4, 3}).requires_grad_());
+    fully_shard(*model);
+    const std::vector<std::function<void()>> gives = {
+        [&] { model->to(torch::kDouble); },
+        [&] {
+          model[0].set_data(torch::full({4, 3}, 2.0));
+        },
+    };
+    for (size_t i = 0; i < gives.size(); ++i) {
+      {
+        const auto guard = summon_full_params(*model);
+        gives[i]();
+        EXPECT_TRUE(torch::equal(model[0], torch::full({4, 3}, 1.0 + i)));
+      }
+      EXPECT_TRUE(torch::equal(whole_of(*model, "0"), torch::full({4, 3}, 1.0 + i)));
+      model[0].sum().backward();
+      EXPECT_TRUE(parameters(*model)[0].grad().defined());
+      model->zero_grad();
+    }
+    EXPECT_TRUE(contains(
+        error_message([&] {
+          const auto guard = summon_full_params(*model);
+          model[0].set_data(torch::ones({2, 4}));
+        }),
+        "'0' has sizes [4, 3]"));
+  });
+}
+
 TEST_P(Moving, TorchScript) {
   on_threads(GetParam(), [] {
     torch::jit::Module model("Scaled");
@@ -374,6 +405,37 @@ TEST_P(Moving, DataGivenToAMemberAreValuesOfTheWhole) {
           model->weight.set_data(torch::ones({2, 4}));
         }),
         "'weight' has sizes [4, 4]"));
+  });
+}
+
+// As a target network gets the values of the one that is trained.
+TEST_P(Moving, DataOfAnotherModelsMemberAreItsValuesOfThatMoment) {
+  on_threads(GetParam(), [] {
+    nn::Linear online(4, 3), target(4, 3);
+    const auto fill = [](nn::Linear& model, double value) {
+      torch::NoGradGuard no_grad;
+      for (auto& shard : model->parameters()) {
+        shard.fill_(value);
+      }
+    };
+    fully_shard(*online);
+    fully_shard(*target);
+    fill(target, 1);
+    fill(online, 3);
+    target->weight.set_data(online->weight);
+    target->bias.set_data(online->bias.data());
+    fill(online, 5);
+    EXPECT_TRUE(torch::equal(target->forward(torch::ones({1, 4})), torch::full({1, 3}, 15.0)));
+    EXPECT_TRUE(torch::equal(whole_of(*target, "weight"), torch::full({3, 4}, 3.0)));
+    EXPECT_TRUE(torch::equal(whole_of(*target, "bias"), torch::full({3}, 3.0)));
+    target->forward(torch::ones({1, 4})).sum().backward();
+    for (const auto& shard : target->parameters()) {
+      EXPECT_TRUE(shard.grad().defined());
+    }
+    const auto shard = target->parameters()[0];
+    target->weight.set_data(target->weight); // as `to()` does where nothing changes
+    EXPECT_TRUE(target->parameters()[0].is_same(shard));
+    EXPECT_TRUE(torch::equal(target->weight, torch::full({3, 4}, 3.0)));
   });
 }
 

@@ -198,6 +198,51 @@ TEST_P(ShardGradients, AMemberHasOneAsLongAsItsShardHas) {
   });
 }
 
+// Lists have members registered: `zero_grad()` finds theirs.
+TEST_P(ShardGradients, GoWithTheMembersThatAModuleDrops) {
+  on_threads(GetParam(), [] {
+    struct Lists : nn::Module {
+      Lists() {
+        list = register_module("list", nn::ParameterList());
+        for (int i = 0; i < 2; ++i) {
+          list->append(torch::ones({4, 3}).requires_grad_());
+        }
+      }
+      nn::ParameterList list{nullptr};
+    } model;
+    auto root = fully_shard(model);
+    const auto gradient = [&](int i) { return sharded(parameters(model)[i]).full_grad(); };
+    (model.list[0].sum() + model.list[1].sum()).backward();
+    EXPECT_TRUE(torch::equal(gradient(0), torch::ones({4, 3})));
+    model.zero_grad();
+    model.list[0].sum().backward();
+    EXPECT_TRUE(torch::equal(gradient(0), torch::ones({4, 3})));
+    EXPECT_FALSE(gradient(1).defined());
+    model.list[0].sum().backward(); // nobody dropped it
+    EXPECT_TRUE(torch::equal(gradient(0), torch::full({4, 3}, 2.0)));
+    model.zero_grad();
+    EXPECT_FALSE(gradient(0).defined());
+    for (const bool last : {false, false, true}) { // not what has not come yet
+      root.set_is_last_backward(last);
+      model.list[0].sum().backward();
+      EXPECT_EQ(model.list[0].mutable_grad().defined(), parameters(model)[0].grad().defined());
+    }
+    EXPECT_TRUE(torch::equal(gradient(0), torch::full({4, 3}, 3.0)));
+  });
+}
+
+TEST_P(ShardGradients, OfMembersThatWereGivenAnotherDtypeAreAdded) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(4, 3);
+    fully_shard(*model);
+    for (const auto dtype : {torch::kFloat, torch::kDouble, torch::kFloat}) {
+      model->to(dtype);
+      model->forward(torch::ones({1, 4}, dtype)).sum().backward();
+    }
+    EXPECT_TRUE(sharded(parameters(*model)[0]).full_grad().eq(3).all().item<bool>());
+  });
+}
+
 TEST_P(ShardGradients, HooksOnMembersFromBeforeShardingStay) {
   on_threads(GetParam(), [] {
     nn::Linear model(3, 4);

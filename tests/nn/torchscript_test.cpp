@@ -11,6 +11,7 @@
 #include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
@@ -117,6 +118,21 @@ TEST_P(TorchScript, ModulesBecomeSeveralUnits) {
       EXPECT_TRUE(shard.numel() == 0 || shard.grad().defined());
     }
     EXPECT_THROW(fully_shard(outer), Error);
+  });
+}
+
+TEST_P(TorchScript, AChildAfterItsParentIsRefused) {
+  on_threads(GetParam(), [] {
+    torch::jit::Module inner("Inner"), outer("Outer");
+    inner.register_parameter("weight", torch::ones({3, 3}).requires_grad_(), /*is_buffer=*/false);
+    inner.define("def forward(self, x):\n  return torch.matmul(x, self.weight)\n");
+    outer.register_module("inner", inner);
+    outer.define("def forward(self, x):\n  return self.inner.forward(x)\n");
+    auto root = fully_shard(outer);
+    EXPECT_TRUE(contains(error_message([&] { fully_shard(inner); }), "(where it is 'inner.weight')"));
+    root.reset_iter_state(); // still the root
+    outer.forward({torch::ones({2, 3})}).toTensor().sum().backward();
+    EXPECT_TRUE(parameters(outer)[0].grad().defined());
   });
 }
 

@@ -1,0 +1,68 @@
+// Initializers that go over `parameters()` (as `reset_parameters` of LibTorch's recurrent modules does) fill shards
+// with random numbers. Each rank draws those of the whole and keeps its piece: with the same seed everywhere they are
+// those of a model that is not sharded, where each shard's own would repeat the first rank's.
+
+#include <array>
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_strided.h>
+#include <torch/library.h>
+
+#include "engine/internal_scope.h"
+#include "engine/interposer.h"
+#include "engine/param.h"
+#include "engine/tenant.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+/// The parameter of a shard, or of a view of all of it (`shard.data()`), that is not the whole.
+const Param* param_of_piece(const at::Tensor& tensor) {
+  const Param* param = is_handle(tensor) ? nullptr : param_of(tensor);
+  const bool is_all = param != nullptr && tensor.sizes() == param->shard().sizes() &&
+                      tensor.strides() == param->shard().strides() && tensor.scalar_type() == param->shard_dtype();
+  return is_all && tensor.sizes() != c10::IntArrayRef(param->layout().sizes()) ? param : nullptr;
+}
+
+void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const at::Tensor shard = torch::jit::peek(*stack, 0, count).toTensor();
+  const Param* param = param_of_piece(shard);
+  if (param == nullptr) {
+    intercept(op, keys, stack);
+    return;
+  }
+  const auto& layout = param->layout();
+  torch::jit::peek(*stack, 0, count) =
+      at::empty_strided(layout.sizes(), layout.strides(), shard.options().requires_grad(false));
+  op.callBoxed(stack);
+  at::Tensor piece;
+  {
+    const InternalScope scope;
+    piece = param->piece_of(stack->back().toTensor());
+  }
+  shard.copy_(piece); // seen as any write is
+  stack->back() = shard;
+}
+
+} // namespace
+
+} // namespace fsdp::engine
+
+TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+  constexpr std::array kNames{
+      "uniform_",
+      "normal_",
+      "random_",
+      "random_.from",
+      "random_.to",
+      "bernoulli_.float",
+      "exponential_",
+      "log_normal_",
+      "cauchy_",
+      "geometric_"};
+  for (const char* name : kNames) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::draw>());
+  }
+}
