@@ -46,7 +46,7 @@ struct UnitSpec {
   std::optional<CPUOffloadPolicy> offload;
   ReshardAfterForward reshard_after_forward;
   /// If set, the parameters are cut as one flat parameter, in which each begins at a multiple of so many elements.
-  std::optional<int64_t> flat_alignment;
+  std::optional<int64_t> flat_alignment = std::nullopt;
 };
 
 /// What a unit does when; set by the user, read by runtime and reducer.

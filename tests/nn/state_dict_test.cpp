@@ -223,7 +223,7 @@ TEST(StateDictsErrors, SayWhatToDo) {
     shard(net, Cut::kAlongDimensions);
     auto guard = summon_full_params(net);
     EXPECT_TRUE(contains(error_message([&] { full_state_dict(net); }), "end that guard first"));
-    EXPECT_TRUE(contains(error_message([&] { load_state_dict(net, {}); }), "end that guard first"));
+    EXPECT_TRUE(contains(error_message([&] { load_state_dict(net, StateDict()); }), "end that guard first"));
   });
   on_threads(2, [] {
     nn::Linear model(nn::LinearOptions(4, 4));
