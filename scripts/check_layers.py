@@ -27,6 +27,7 @@ PUBLIC = {
     "checkpoint": "nn",
     "clip_grad_norm": "optim",
     "clone": "nn",
+    "cut": "base",
     "describe": "nn",
     "error": "base",
     "export": "base",
@@ -40,8 +41,10 @@ PUBLIC = {
     "module_ref": "base",
     "optim": "optim",
     "policy": "engine",
+    "sharded_grad_scaler": "optim",
     "sharded_tensor": "engine",
     "shown_shard": "engine",
+    "state_dict": "nn",
     "summon": "nn",
     "trace": "base",
 }

@@ -23,7 +23,7 @@ namespace fsdp {
 namespace {
 
 /// Gradients that one operator takes.
-struct Family {
+struct AlikeGradients {
   c10::ScalarType dtype;
   c10::Device device;
   std::vector<at::Tensor> gradients;
@@ -38,25 +38,25 @@ at::Tensor values_of(at::Tensor& gradient) {
   return gradient;
 }
 
-std::vector<Family> families_of(torch::optim::Optimizer& optimizer) {
-  std::vector<Family> families;
+std::vector<AlikeGradients> lists_of_gradients(torch::optim::Optimizer& optimizer) {
+  std::vector<AlikeGradients> lists;
   for (auto& group : optimizer.param_groups()) {
     for (auto& parameter : group.params()) {
       if (!parameter.mutable_grad().defined()) {
         continue;
       }
       const at::Tensor values = values_of(parameter.mutable_grad());
-      const auto fits = [&](const Family& family) {
-        return family.dtype == values.scalar_type() && family.device == values.device();
+      const auto fits = [&](const AlikeGradients& list) {
+        return list.dtype == values.scalar_type() && list.device == values.device();
       };
-      auto family = std::find_if(families.begin(), families.end(), fits);
-      if (family == families.end()) {
-        family = families.insert(families.end(), {values.scalar_type(), values.device(), {}});
+      auto list = std::find_if(lists.begin(), lists.end(), fits);
+      if (list == lists.end()) {
+        list = lists.insert(lists.end(), {values.scalar_type(), values.device(), {}});
       }
-      family->gradients.push_back(values);
+      list->gradients.push_back(values);
     }
   }
-  return families;
+  return lists;
 }
 
 // Where the group's collectives work: the same on all ranks, also where there are no gradients, or offloaded ones.
@@ -73,10 +73,10 @@ c10::Device device_of_collectives(torch::optim::Optimizer& optimizer) {
 bool unscale(torch::optim::Optimizer& optimizer, double scale) {
   const c10::NoGradGuard no_grad;
   bool overflowed = false;
-  for (Family& family : families_of(optimizer)) {
-    const auto options = at::TensorOptions().dtype(at::kFloat).device(family.device);
+  for (AlikeGradients& list : lists_of_gradients(optimizer)) {
+    const auto options = at::TensorOptions().dtype(at::kFloat).device(list.device);
     at::Tensor found = at::zeros({1}, options);
-    at::_amp_foreach_non_finite_check_and_unscale_(family.gradients, found, at::full({}, 1 / scale, options));
+    at::_amp_foreach_non_finite_check_and_unscale_(list.gradients, found, at::full({}, 1 / scale, options));
     overflowed = overflowed || found.item<float>() != 0;
   }
   return overflowed;
