@@ -136,8 +136,16 @@ class alignas(64) Param {
   at::Tensor shard_gradient() const;
   /// `zero_grad()`, say. (Not known where something else than the shard is shown.)
   bool gradient_was_dropped() const;
-  /// Where a module has handles registered, it is theirs that its `zero_grad()` drops: the shard's goes with it.
-  void follow_dropped_gradient();
+  /// A module keeps the handle registered, so that it is the handle's gradient that its `zero_grad()` drops.
+  void note_handle_is_registered() {
+    handle_is_registered_ = true;
+  }
+  /// The shard's goes with it.
+  void follow_dropped_gradient() {
+    if (handle_is_registered_ && stands_in_) {
+      drop_gradient_with_handles();
+    }
+  }
   /// By us, not by users.
   void stand_in_was_taken_off() {
     stands_in_ = false;
@@ -205,6 +213,7 @@ class alignas(64) Param {
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
   void take_off_stand_in(at::Tensor& gradient);
+  void drop_gradient_with_handles();
 
   // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
@@ -215,6 +224,7 @@ class alignas(64) Param {
   c10::ScalarType gathered_;
   bool hooked_ = false;
   bool stands_in_ = false; // the handle was given `stand_in_`
+  bool handle_is_registered_ = false;
   bool requires_grad_ = false; // of the handle, when it agreed with the shard last
 
   Unit& unit_;

@@ -49,8 +49,8 @@ bool Param::gradient_was_dropped() const {
   return shown_itself_ && !shard_.grad().defined();
 }
 
-void Param::follow_dropped_gradient() {
-  if (!stands_in_ || !shown_itself_ || gradient_was_dropped()) {
+void Param::drop_gradient_with_handles() {
+  if (!shown_itself_ || gradient_was_dropped()) {
     return;
   }
   if (const at::Tensor handle(handle_.lock()); handle.defined() && !handle.grad().defined()) {

@@ -168,9 +168,14 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
 void register_shards(const Found& found, const Unit& unit) {
   for (size_t i = 0; i < found.slots.size(); ++i) {
     const Slot& slot = found.slots[i];
-    const Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : engine::param_of(slot.tensor);
-    if (param != nullptr && slot.replace) {
+    Param* param = found.indices[i] ? unit.params()[*found.indices[i]].get() : engine::param_of(slot.tensor);
+    if (param == nullptr) {
+      continue;
+    }
+    if (slot.replace) {
       slot.replace(param->shard());
+    } else {
+      param->note_handle_is_registered();
     }
   }
 }
