@@ -48,8 +48,13 @@ struct Kept {
   bool is_of(const WeakModule& other) const {
     return module && other && !module->owner_before(*other) && !other->owner_before(*module);
   }
+  // One on the stack is gone when nobody but us has its registered shard, nor an optimizer.
   bool is_over() const {
-    return module && module->expired();
+    if (module) {
+      return module->expired();
+    }
+    const engine::Param* param = engine::param_of(handle);
+    return param == nullptr || param->shard().use_count() == 1;
   }
 };
 

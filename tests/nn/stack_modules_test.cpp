@@ -5,6 +5,7 @@
 #include <new>
 #include <optional>
 
+#include "engine/unit.h"
 #include "nn/parity.h"
 #include "nn/subjects.h"
 
@@ -128,6 +129,28 @@ TEST_P(StackModules, MayGoAfterTheirOptimizer) {
 }
 
 // What `fully_shard` returned keeps the first one's unit.
+// After its `to()` its handles are kept for it, and nothing tells when it goes.
+TEST_P(StackModules, OfRecurrentKindGoAfterTheyWereMoved) {
+  on_threads(GetParam(), [] {
+    std::weak_ptr<engine::Unit> unit;
+    for (int time = 0; time < 2; ++time) {
+      nn::LSTMImpl lstm(nn::LSTMOptions(4, 3));
+      unit = fully_shard(lstm).unit();
+      lstm.to(torch::kCPU);
+      std::get<0>(lstm.forward(torch::ones({2, 1, 4}))).sum().backward();
+      lstm.to(torch::kCPU);
+      std::get<0>(lstm.forward(torch::ones({2, 1, 4}))).sum().backward();
+      EXPECT_FALSE(unit.expired());
+    }
+    barrier();
+    nn::Linear next(4, 3);
+    fully_shard(next); // where those of modules that are gone are let go of
+    barrier();
+    EXPECT_TRUE(unit.expired());
+    next->forward(torch::ones({2, 4})).sum().backward();
+  });
+}
+
 TEST_P(StackModules, MayLieWhereAnotherWas) {
   on_threads(GetParam(), [] {
     std::optional<Net> net(std::in_place);
