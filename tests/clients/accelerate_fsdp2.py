@@ -93,9 +93,8 @@ def kept_after_forward() -> Outcome:
     return train_prepared(llama(), reshard_after_forward=False)
 
 
-@case
-def state_is_saved_and_loaded() -> Outcome:
-    accelerator = accelerator_of(state_dict_type="SHARDED_STATE_DICT")
+def train_across_a_save(state_dict_type: str) -> Outcome:
+    accelerator = accelerator_of(state_dict_type=state_dict_type)
     model, optimizer = prepared(accelerator, llama())
     losses = train(accelerator, model, optimizer)
     accelerator.save_state("state", safe_serialization=False)
@@ -103,15 +102,13 @@ def state_is_saved_and_loaded() -> Outcome:
     accelerator.load_state("state")
     losses += train(accelerator, model, optimizer, first=40)
     return Outcome(losses, whole_weights(model))
+
+
+@case
+def state_is_saved_and_loaded() -> Outcome:
+    return train_across_a_save("SHARDED_STATE_DICT")
 
 
 @case
 def whole_state_is_saved_and_loaded() -> Outcome:
-    accelerator = accelerator_of(state_dict_type="FULL_STATE_DICT")
-    model, optimizer = prepared(accelerator, llama())
-    losses = train(accelerator, model, optimizer)
-    accelerator.save_state("state", safe_serialization=False)
-    train(accelerator, model, optimizer, first=20)
-    accelerator.load_state("state")
-    losses += train(accelerator, model, optimizer, first=40)
-    return Outcome(losses, whole_weights(model))
+    return train_across_a_save("FULL_STATE_DICT")

@@ -1,18 +1,7 @@
 """torchvision: networks with batch normalization, a vision transformer, and Swin."""
 
-import torch
 import torchvision
-from training import Outcome, case, draws, shard, train
-
-
-def train_on_images(model: torch.nn.Module, blocks, size: int) -> Outcome:
-    shard(model.train(), blocks)
-
-    def loss_at(step: int) -> torch.Tensor:
-        images = torch.randn(4, 3, size, size, generator=draws(step))
-        return torch.nn.functional.cross_entropy(model(images), torch.arange(4) % 3)
-
-    return train(model, loss_at)
+from training import Outcome, case, train_on_images
 
 
 @case
