@@ -18,6 +18,7 @@ LAYERS = {
     "engine": ["base", "layout", "comm"],
     "nn": ["base", "engine"],
     "optim": ["base", "engine"],
+    "fsdp1": ["base", "engine", "nn", "optim"],
 }
 
 # public header: the layer that implements it
@@ -34,6 +35,7 @@ PUBLIC = {
     "front_end": "nn",
     "fsdp": "everything",
     "fully_shard": "nn",
+    "fully_sharded_data_parallel": "fsdp1",
     "gather_extension": "engine",
     "group": "comm",
     "init": "comm",

@@ -8,6 +8,7 @@
 #include <fsdp/describe.h>
 #include <fsdp/error.h>
 #include <fsdp/fully_shard.h>
+#include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/group.h>
 #include <fsdp/init.h>
 #include <fsdp/mesh.h>

@@ -13,6 +13,7 @@
 
 #include <fsdp/call.h>
 #include <fsdp/export.h>
+#include <fsdp/fully_shard.h>
 #include <fsdp/mesh.h>
 #include <fsdp/module_ref.h>
 #include <fsdp/policy.h>
@@ -131,6 +132,9 @@ class FSDP_API FSDPInstance {
   };
 
  private:
+  /// An Error unless this is the root, and no step or guard is under way.
+  std::vector<at::Tensor> parameters_between_steps(const char* operation) const;
+
   std::shared_ptr<Impl> impl_;
 };
 

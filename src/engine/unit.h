@@ -66,6 +66,7 @@ struct UnitPolicy {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
+  bool casts_inputs_as_root = false; ///< at its boundary, whatever its precision says of inputs elsewhere
   bool keep_gradient_dtype = false; ///< shards get gradients in the dtype in which they were reduced
   bool prefetch_in_backward = true;
   NextInBackward next_in_backward = NextInBackward::kWhenUsed;

@@ -1,6 +1,6 @@
 // What can be done with a module that FullyShardedDataParallel has sharded.
 
-#include "nn/fsdp_instance.h"
+#include "fsdp1/fsdp_instance.h"
 
 #include <algorithm>
 #include <map>
@@ -9,11 +9,9 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 
-#include <fsdp/clip_grad_norm.h>
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
-#include "base/log.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "nn/registry.h"
@@ -23,7 +21,7 @@ namespace fsdp {
 
 using engine::Unit;
 
-namespace nn::instances {
+namespace instances {
 
 namespace {
 
@@ -47,8 +45,8 @@ std::shared_ptr<FSDPInstance::Impl> find(const std::shared_ptr<Unit>& unit) {
 
 std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module) {
   std::vector<std::shared_ptr<FSDPInstance::Impl>> found;
-  for (const auto& [path, each] : modules_of(module)) {
-    const auto unit = registry::find(*each);
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    const auto unit = nn::registry::find(*each);
     if (auto instance = unit ? find(unit) : nullptr) {
       found.push_back(std::move(instance));
     }
@@ -56,7 +54,7 @@ std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module
   return found;
 }
 
-} // namespace nn::instances
+} // namespace instances
 
 std::shared_ptr<Unit> FSDPInstance::Impl::unit(const char* operation) const {
   auto unit = weak_unit.lock();
@@ -95,7 +93,7 @@ bool is_hybrid(ShardingStrategy strategy) {
 }
 
 bool is_called(const std::shared_ptr<Unit>& unit) {
-  const auto root = nn::instances::find(root_of(unit));
+  const auto root = instances::find(root_of(unit));
   return root != nullptr && root->running_calls > 0;
 }
 
@@ -130,7 +128,7 @@ void cast_buffers(
     return;
   }
   const auto unit = nn::registry::find(module);
-  if (const auto instance = unit ? nn::instances::find(unit) : nullptr) {
+  if (const auto instance = unit ? instances::find(unit) : nullptr) {
     dtype = instance->options.mixed_precision.buffer_dtype;
   }
   for (auto& buffer : module.buffers(/*recurse=*/false)) {
@@ -150,7 +148,7 @@ void initialize(Impl& root) {
     return;
   }
   torch::nn::Module& module = root.module("forward");
-  const auto instances = nn::instances::below(module);
+  const auto instances = instances::below(module);
   check_homogeneous(instances, "use_orig_params", [](const auto& options) { return options.use_orig_params; });
   check_homogeneous(instances, "limit_all_gathers", [](const auto& options) { return options.limit_all_gathers; });
   std::vector<const torch::nn::Module*> ignored;
@@ -158,16 +156,6 @@ void initialize(Impl& root) {
     ignored.push_back(&each.for_operation("forward"));
   }
   cast_buffers(module, std::nullopt, ignored);
-}
-
-std::optional<c10::ScalarType> dtype_of_gradients(const std::vector<at::Tensor>& parameters) {
-  std::optional<c10::ScalarType> dtype;
-  for (const auto& parameter : parameters) {
-    if (const at::Tensor gradient = parameter.grad(); gradient.defined()) {
-      dtype = dtype ? c10::promoteTypes(*dtype, gradient.scalar_type()) : gradient.scalar_type();
-    }
-  }
-  return dtype;
 }
 
 } // namespace
@@ -192,20 +180,11 @@ FSDPModule FSDPInstance::unit() const {
   return FSDPModule(impl_->unit("unit"));
 }
 
-at::Tensor FSDPInstance::clip_grad_norm_(double max_norm, double norm_type) const {
-  const auto unit = impl_->unit("clip_grad_norm_");
-  check_root(*unit, "clip_grad_norm_");
-  check_idle(unit, "clip_grad_norm_");
-  const auto parameters = fsdp::parameters(impl_->module("clip_grad_norm_"));
-  const at::Tensor norm = fsdp::clip_grad_norm_(parameters, max_norm, {.norm_type = norm_type});
-  const auto dtype = dtype_of_gradients(parameters);
-  if (!dtype) {
-    log::warn(
-        "[clip_grad_norm_] called on rank {} with no gradients -- returning the total norm in the default dtype "
-        "torch.float32",
-        log::rank());
-  }
-  return norm.to(dtype.value_or(c10::kFloat));
+std::vector<at::Tensor> FSDPInstance::parameters_between_steps(const char* operation) const {
+  const auto unit = impl_->unit(operation);
+  check_root(*unit, operation);
+  check_idle(unit, operation);
+  return fsdp::parameters(impl_->module(operation));
 }
 
 FSDPInstance::NoSync::NoSync(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
@@ -257,7 +236,7 @@ void FSDPInstance::register_comm_hook(CommHook hook) const {
   const auto root = impl_->unit("register_comm_hook");
   check_root(*root, "register_comm_hook");
   FSDP_CHECK(hook, "[register_comm_hook] the hook is empty: give a function that fills its second argument");
-  const auto instances = nn::instances::below(impl_->module("register_comm_hook"));
+  const auto instances = instances::below(impl_->module("register_comm_hook"));
   for (const auto& instance : instances) {
     FSDP_CHECK(
         !is_hybrid(instance->strategy),
@@ -288,7 +267,7 @@ void FSDPInstance::register_comm_hook(CommHook hook) const {
 
 FSDPInstance::Call::Call(const FSDPInstance& instance) {
   const auto root = root_of(instance.impl_->unit("forward"));
-  impl_ = nn::instances::find(root);
+  impl_ = instances::find(root);
   if (impl_) { // else it is one that `fully_shard` has made
     initialize(*impl_);
     ++impl_->running_calls;
@@ -303,7 +282,7 @@ FSDPInstance::Call::~Call() {
 
 std::vector<FSDPInstance> fsdp_modules(ModuleRef module, bool root_only) {
   std::vector<FSDPInstance> found;
-  for (const auto& instance : nn::instances::below(module.for_operation("fsdp_modules"))) {
+  for (const auto& instance : instances::below(module.for_operation("fsdp_modules"))) {
     if (!root_only || instance->unit("fsdp_modules")->parent() == nullptr) {
       found.emplace_back(instance);
     }

@@ -15,7 +15,7 @@
 #include "base/format.h"
 #include "base/log.h"
 #include "engine/tenant.h"
-#include "nn/fsdp_instance.h"
+#include "fsdp1/fsdp_instance.h"
 #include "nn/make_unit.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
@@ -241,13 +241,14 @@ std::shared_ptr<FSDPInstance::Impl> make_instance(
   const nn::FlatCut cut{.alignment = options.use_orig_params ? 16 : 1, .shown_as_one = !options.use_orig_params};
   const auto unit = nn::make_unit({&module}, for_unit, cut);
   unit->policy.keep_gradient_dtype = options.mixed_precision.keep_low_precision_grads;
+  unit->policy.casts_inputs_as_root = options.mixed_precision.cast_root_forward_inputs;
   unit->policy.next_in_backward = next_in_backward(options);
   auto instance = std::make_shared<FSDPInstance::Impl>();
   instance->weak_unit = unit;
   instance->weak_module = module.weak_from_this();
   instance->options = options;
   instance->strategy = strategy;
-  nn::instances::enter(instance);
+  instances::enter(instance);
   return instance;
 }
 
@@ -303,7 +304,7 @@ thread_local std::vector<FSDPOptions> enabled;
 
 FSDPInstance detail::wrap_module(torch::nn::Module& module, const FSDPOptions& options) {
   if (const auto unit = nn::registry::find(module)) { // again: nothing is left to wrap
-    const auto instance = nn::instances::find(unit);
+    const auto instance = instances::find(unit);
     FSDP_CHECK(
         instance != nullptr,
         "[{}] fully_shard was called on this module ({}) before: use one of the two",

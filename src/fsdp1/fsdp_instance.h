@@ -24,7 +24,7 @@ struct FSDPInstance::Impl {
   torch::nn::Module& module(const char* operation) const;
 };
 
-namespace nn::instances {
+namespace instances {
 
 void enter(const std::shared_ptr<FSDPInstance::Impl>& instance);
 /// Null for a unit that `fully_shard` made.
@@ -32,6 +32,6 @@ std::shared_ptr<FSDPInstance::Impl> find(const std::shared_ptr<engine::Unit>& un
 /// Those of a module and of all below it, parents first.
 std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module);
 
-} // namespace nn::instances
+} // namespace instances
 
 } // namespace fsdp
