@@ -39,6 +39,7 @@ PUBLIC = {
     "gather_extension": "engine",
     "group": "comm",
     "init": "comm",
+    "map_tensors": "base",
     "mesh": "comm",
     "module_ref": "base",
     "optim": "optim",

@@ -1,16 +1,20 @@
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/checkpoint.h>
 #include <fsdp/export.h>
+#include <fsdp/map_tensors.h>
 #include <fsdp/module_ref.h>
 
 namespace fsdp {
@@ -25,53 +29,24 @@ class FSDP_API Boundary {
   at::Tensor input(const at::Tensor& tensor) const;
   at::Tensor output(const at::Tensor& tensor) const;
 
+  /// The call that begins is to run through a checkpoint: `apply_activation_checkpointing` has marked the module.
+  bool begins_checkpoint() const;
+
   /// Tensors within optionals, vectors, pairs and tuples too; anything else passes as it is.
   template <typename Value>
-  auto inputs(Value&& value) const {
-    return map(std::forward<Value>(value), [this](const at::Tensor& tensor) { return input(tensor); });
+  auto inputs(const Value& value) const {
+    return detail::map_tensors(value, [this](const at::Tensor& tensor) { return input(tensor); });
   }
   template <typename Value>
-  auto outputs(Value&& value) const {
-    return map(std::forward<Value>(value), [this](const at::Tensor& tensor) { return output(tensor); });
+  auto outputs(const Value& value) const {
+    return detail::map_tensors(value, [this](const at::Tensor& tensor) { return output(tensor); });
   }
 
  private:
-  template <typename Value, typename Convert>
-  static auto map(const Value& value, const Convert& convert) {
-    if constexpr (std::is_same_v<Value, at::Tensor>) {
-      return convert(value);
-    } else {
-      return map_container(value, convert);
-    }
-  }
-  template <typename Item, typename Convert>
-  static std::vector<Item> map_container(const std::vector<Item>& items, const Convert& convert) {
-    std::vector<Item> result;
-    for (const auto& item : items) {
-      result.push_back(map(item, convert));
-    }
-    return result;
-  }
-  template <typename Item, typename Convert>
-  static std::optional<Item> map_container(const std::optional<Item>& item, const Convert& convert) {
-    return item ? std::optional<Item>(map(*item, convert)) : std::nullopt;
-  }
-  template <typename First, typename Second, typename Convert>
-  static std::pair<First, Second> map_container(const std::pair<First, Second>& pair, const Convert& convert) {
-    return {map(pair.first, convert), map(pair.second, convert)};
-  }
-  template <typename... Items, typename Convert>
-  static std::tuple<Items...> map_container(const std::tuple<Items...>& items, const Convert& convert) {
-    return std::apply([&](const auto&... item) { return std::tuple<Items...>(map(item, convert)...); }, items);
-  }
-  template <typename Value, typename Convert>
-  static Value map_container(const Value& value, const Convert&) {
-    return value;
-  }
-
   std::optional<c10::Device> device_;
   std::optional<c10::ScalarType> input_dtype_;
   std::optional<c10::ScalarType> output_dtype_;
+  const torch::nn::Module& module_;
 };
 
 namespace detail {
@@ -84,13 +59,51 @@ auto& module_of(Held& held) {
     return *held;
   }
 }
+
+[[noreturn]] FSDP_API void refuse_checkpoint(const char* module_type, const char* value_types);
+
+/// `forward(arguments...)` of a module through a checkpoint, which keeps the module.
+template <typename Forward, typename... Values>
+auto checkpoint_forward(std::shared_ptr<const torch::nn::Module> module, Forward forward, const Values&... values) {
+  using Result = std::decay_t<std::invoke_result_t<Forward&, Values...>>;
+  const auto first = std::make_shared<std::optional<Result>>(); // what the first run returns
+  const std::tuple<Values...> given(values...);
+  auto run = [module, forward, first = std::weak_ptr(first), without = with_tensors(given, {})](
+                 const std::vector<at::Tensor>& inputs) mutable {
+    Result result = std::apply(forward, with_tensors(without, inputs));
+    if (const auto kept = first.lock()) {
+      *kept = result;
+    }
+    return tensors_in(result);
+  };
+  const auto outputs = checkpoint_list(std::move(run), tensors_in(given));
+  return with_tensors(**first, outputs);
+}
+
+/// What lies within a module's boundary.
+template <typename Module, typename Forward, typename... Values>
+auto run_within(const Boundary& boundary, Module& module, Forward forward, Values... values) {
+  using Result = std::decay_t<std::invoke_result_t<Forward&, Values...>>;
+  if (boundary.begins_checkpoint()) {
+    if constexpr (kHasKnownTensors<Result> && (kHasKnownTensors<Values> && ...)) {
+      return checkpoint_forward(module.shared_from_this(), forward, values...);
+    } else {
+      refuse_checkpoint(typeid(module).name(), typeid(Result(Values...)).name());
+    }
+  }
+  return Result(forward(std::move(values)...));
+}
 } // namespace detail
 
 /// `module->forward(arguments...)` through the module's boundary.
 template <typename Held, typename... Arguments>
 auto call(Held& module, Arguments&&... arguments) {
   Boundary boundary(module);
-  return boundary.outputs(detail::module_of(module).forward(boundary.inputs(std::forward<Arguments>(arguments))...));
+  auto& itself = detail::module_of(module);
+  const auto forward = [&itself](auto&&... values) {
+    return itself.forward(std::forward<decltype(values)>(values)...);
+  };
+  return boundary.outputs(detail::run_within(boundary, itself, forward, boundary.inputs(arguments)...));
 }
 
 /// Lets calls of a method by this name through `call_method` have the module's boundary. For parameters no method needs

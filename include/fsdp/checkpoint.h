@@ -2,6 +2,7 @@
 
 #include <concepts>
 #include <functional>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -9,6 +10,8 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/export.h>
+#include <fsdp/module_ref.h>
+#include <fsdp/wrap.h>
 
 namespace fsdp {
 
@@ -35,5 +38,12 @@ auto checkpoint(Function function, const Tensors&... inputs) {
     return checkpoint_list(std::move(call), {inputs...});
   }
 }
+
+/// From now on calls of the modules below `module` that the policy chooses (a function of the module and its size,
+/// classes, any other of wrap.h) run as `checkpoint` runs a function, wherever their boundary is seen: `fsdp::call`,
+/// holders of FSDP_MODULE. `module` itself is not chosen. Before `fully_shard` or after, or without. Returns the paths
+/// of those chosen. A warning names a module whose parameters get gradients and that was never called so: in a
+/// Sequential, say, or by its `forward`. What `clone` makes is not marked.
+FSDP_API std::vector<std::string> apply_activation_checkpointing(ModuleRef module, const AutoWrapPolicy& policy);
 
 } // namespace fsdp

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 
 #include "engine/unit.h"
+#include "nn/checkpointed_modules.h"
 #include "nn/registry.h"
 #include "nn/strangers.h"
 
@@ -30,11 +31,10 @@ bool casts_inputs(const engine::Unit& unit) {
 
 } // namespace
 
-Boundary::Boundary(ConstModuleRef given) {
-  const torch::nn::Module& module = given.for_operation("call");
-  if (const auto unit = nn::registry::find(module)) {
+Boundary::Boundary(ConstModuleRef given) : module_(given.for_operation("call")) {
+  if (const auto unit = nn::registry::find(module_)) {
     if (unit->parent() == nullptr && c10::GradMode::is_enabled()) {
-      nn::strangers::check_none(module, "call");
+      nn::strangers::check_none(module_, "call");
     }
     const auto& precision = unit->precision();
     device_ = unit->device();
@@ -50,6 +50,10 @@ at::Tensor Boundary::input(const at::Tensor& tensor) const {
 
 at::Tensor Boundary::output(const at::Tensor& tensor) const {
   return cast(tensor, output_dtype_);
+}
+
+bool Boundary::begins_checkpoint() const {
+  return c10::GradMode::is_enabled() && nn::begins_checkpoint(module_);
 }
 
 void register_fsdp_forward_method(ModuleRef module, const std::string& method_name) {

@@ -10,6 +10,9 @@
 #include <fsdp/wrap.h>
 
 #include "base/check.h"
+#include "engine/param.h"
+#include "engine/tenant.h"
+#include "nn/choose_modules.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -18,6 +21,11 @@ namespace fsdp {
 namespace {
 
 using torch::nn::Module;
+
+int64_t whole_numel(const at::Tensor& parameter) {
+  const auto* param = engine::param_of(parameter);
+  return param != nullptr ? c10::multiply_integers(param->layout().sizes()) : parameter.numel();
+}
 
 void check_given(bool given, const char* policy) {
   FSDP_CHECK(given, "[{}] the function is empty: give one that says which modules are units", policy);
@@ -188,7 +196,7 @@ class ModulesToWrap {
       for (const auto& item : nn::registered_parameters(*each)) {
         const auto* tensor = item.value().unsafeGetTensorImpl();
         const bool counts = item.value().defined() && !taken_.contains(tensor) && seen.insert(tensor).second;
-        numel += counts ? item.value().numel() : 0;
+        numel += counts ? whole_numel(item.value()) : 0;
       }
     }
     return numel;
@@ -208,6 +216,10 @@ class ModulesToWrap {
   std::vector<ModuleToWrap> result_;
 };
 
+std::vector<ModuleToWrap> nn::choose_modules(Module& root, const AutoWrapPolicy& policy, const IgnoredStates& ignored) {
+  return ModulesToWrap(root, policy, ignored).result();
+}
+
 std::vector<ModuleToWrap> modules_to_wrap(ModuleRef given, const AutoWrapPolicy& policy, const IgnoredStates& ignored) {
   Module& root = given.for_operation("auto_wrap_policy");
   for (const auto& [path, each] : nn::modules_of(root)) {
@@ -218,7 +230,7 @@ std::vector<ModuleToWrap> modules_to_wrap(ModuleRef given, const AutoWrapPolicy&
         path.empty() ? "it" : "'" + path + "'",
         root.name());
   }
-  return ModulesToWrap(root, policy, ignored).result();
+  return nn::choose_modules(root, policy, ignored);
 }
 
 } // namespace fsdp
