@@ -31,6 +31,7 @@ PUBLIC = {
     "describe": "nn",
     "error": "base",
     "export": "base",
+    "extent": "layout",
     "front_end": "nn",
     "fsdp": "everything",
     "fully_shard": "nn",
