@@ -18,6 +18,7 @@ LAYERS = {
     "engine": ["base", "layout", "comm"],
     "nn": ["base", "engine"],
     "optim": ["base", "engine"],
+    "state": ["base", "layout", "engine", "nn", "optim"],
 }
 
 # public header: the layer that implements it
@@ -37,15 +38,17 @@ PUBLIC = {
     "fully_shard": "nn",
     "gather_extension": "engine",
     "group": "comm",
+    "held": "engine",
     "init": "comm",
     "mesh": "comm",
     "module_ref": "base",
     "optim": "optim",
+    "optim_state_dict": "state",
     "policy": "engine",
     "sharded_grad_scaler": "optim",
     "sharded_tensor": "engine",
     "shown_shard": "engine",
-    "state_dict": "nn",
+    "state_dict": "state",
     "summon": "nn",
     "trace": "base",
 }

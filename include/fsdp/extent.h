@@ -19,8 +19,7 @@ struct FSDP_API Extent {
   int64_t count = 0;
 
   static Extent one_run(int64_t first, int64_t numel);
-  static Extent of_rows(
-      c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t dim, int64_t first_row, int64_t rows);
+  static Extent of_rows(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t dim, int64_t first_row, int64_t rows);
 
   int64_t numel() const {
     return run * count;

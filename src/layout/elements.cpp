@@ -43,8 +43,7 @@ at::Tensor in_memory_order(const PieceOfWhole& piece) {
   }
   std::vector<int64_t> dims(piece.sizes.size());
   std::iota(dims.begin(), dims.end(), 0);
-  std::stable_sort(
-      dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return piece.strides[a] > piece.strides[b]; });
+  std::stable_sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return piece.strides[a] > piece.strides[b]; });
   return piece.tensor.permute(dims);
 }
 

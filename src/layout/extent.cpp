@@ -52,8 +52,7 @@ Extent Extent::one_run(int64_t first, int64_t numel) {
   return numel == 0 ? Extent() : Extent{first, numel, numel, 1};
 }
 
-Extent Extent::of_rows(
-    c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t dim, int64_t first_row, int64_t rows) {
+Extent Extent::of_rows(c10::IntArrayRef sizes, c10::IntArrayRef strides, int64_t dim, int64_t first_row, int64_t rows) {
   const int64_t numel = c10::multiply_integers(sizes);
   if (rows == 0 || numel == 0) {
     return {};

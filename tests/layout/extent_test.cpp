@@ -151,8 +151,7 @@ void expect_overlap(const Extent& have, const Extent& want) {
   for (const auto& run : runs) {
     EXPECT_GT(run.length, 0);
     if (before != nullptr) {
-      const bool goes_on =
-          before->from + before->length == run.from && before->to + before->length == run.to;
+      const bool goes_on = before->from + before->length == run.from && before->to + before->length == run.to;
       EXPECT_FALSE(goes_on) << "two runs could be one";
     }
     for (int64_t i = 0; i < run.length; ++i) {
