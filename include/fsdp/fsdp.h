@@ -7,13 +7,16 @@
 #include <fsdp/clone.h>
 #include <fsdp/describe.h>
 #include <fsdp/error.h>
+#include <fsdp/extent.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/fully_sharded_data_parallel.h>
 #include <fsdp/group.h>
+#include <fsdp/held.h>
 #include <fsdp/init.h>
 #include <fsdp/mesh.h>
 #include <fsdp/module_ref.h>
 #include <fsdp/optim.h>
+#include <fsdp/optim_state_dict.h>
 #include <fsdp/policy.h>
 #include <fsdp/sharded_grad_scaler.h>
 #include <fsdp/sharded_tensor.h>

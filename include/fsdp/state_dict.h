@@ -7,6 +7,7 @@
 #include <torch/ordered_dict.h>
 
 #include <fsdp/export.h>
+#include <fsdp/held.h>
 #include <fsdp/module_ref.h>
 
 namespace fsdp {
@@ -39,5 +40,17 @@ struct IncompatibleKeys {
 /// written if there is an error. With `broadcast_from_rank0` collective, and then one tensor at a time is whole.
 FSDP_API IncompatibleKeys
 load_state_dict(ModuleRef module, const StateDict& state, const LoadStateDictOptions& options = {});
+
+/// What a rank has of each tensor of a model, by name.
+using ShardedStateDict = torch::OrderedDict<std::string, HeldTensor>;
+
+/// This rank's pieces of the parameters, and the buffers. No copies: they change as training goes on. Nothing is
+/// communicated, as by `held`.
+FSDP_API ShardedStateDict sharded_state_dict(ModuleRef module);
+
+/// Copies pieces into a model, which has to hold no more of each tensor than they do: one that is sharded in the same
+/// way or, from pieces that are whole, in any. Nothing is written if there is an error, on this rank. Not collective.
+FSDP_API IncompatibleKeys
+load_state_dict(ModuleRef module, const ShardedStateDict& state, const LoadStateDictOptions& options = {});
 
 } // namespace fsdp

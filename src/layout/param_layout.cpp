@@ -83,6 +83,11 @@ std::vector<int64_t> ParamLayout::shard_strides(int rank) const {
   return keep ? strides_ : contiguous_strides(shard_sizes(rank));
 }
 
+Extent ParamLayout::extent(int rank) const {
+  return flat_ ? Extent::one_run(cut_.begin(rank), cut_.length(rank))
+               : Extent::of_rows(sizes_, strides_, dim_, first_row(rank), rows(rank));
+}
+
 template <typename Copy>
 void ParamLayout::for_each_block(const at::Tensor& slices, const at::Tensor& whole, const Copy& copy) const {
   const int64_t full = chunk_rows_ == 0 ? 0 : all_rows_ / chunk_rows_; // ranks that hold a full shard

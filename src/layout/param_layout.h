@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <fsdp/cut.h>
+#include <fsdp/extent.h>
 
 namespace fsdp::layout {
 
@@ -42,6 +43,8 @@ class ParamLayout {
   }
   std::vector<int64_t> shard_sizes(int rank) const;
   std::vector<int64_t> shard_strides(int rank) const;
+  /// Of the whole, what a rank's shard has.
+  Extent extent(int rank) const;
 
   /// The slices are the parameter's own memory: gathering them is all there is to do.
   bool in_place() const {

@@ -1,0 +1,48 @@
+#include "state/first_rank.h"
+
+#include <ATen/ops/empty.h>
+
+#include "base/check.h"
+#include "engine/bucket.h"
+#include "nn/same_values.h"
+
+namespace fsdp::state {
+
+FromFirstRank::FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation)
+    : label_{operation, ""}, is_first_(is_first_rank(tensors)) {
+  for (const auto& tensor : tensors) {
+    if (tensor.param == nullptr) {
+      continue;
+    }
+    const Mesh& mesh = tensor.param->bucket().options().mesh;
+    FSDP_CHECK(
+        !mesh_ || *mesh_ == mesh,
+        "[{}] broadcast_from_rank0 needs all parameters on one mesh, but these lie on {} and {}: give the values on "
+        "every rank",
+        operation,
+        mesh_->str(),
+        mesh.str());
+    mesh_ = mesh;
+  }
+}
+
+std::string FromFirstRank::text(std::string mine) const {
+  for (int dim = mesh_ ? mesh_->ndim() - 1 : -1; dim >= 0; --dim) {
+    mine = mesh_->group(dim)->exchange(mine, label_)[0];
+  }
+  return mine;
+}
+
+at::Tensor FromFirstRank::values(c10::IntArrayRef sizes, c10::ScalarType dtype, const at::Tensor* mine) const {
+  if (!mesh_) {
+    return mine != nullptr ? *mine : at::Tensor();
+  }
+  at::Tensor whole = at::empty(sizes, at::TensorOptions().dtype(dtype).device(mesh_->device()));
+  if (is_first_) {
+    whole.copy_(*mine);
+  }
+  nn::broadcast_from_first(whole, *mesh_, label_);
+  return whole;
+}
+
+} // namespace fsdp::state

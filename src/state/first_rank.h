@@ -1,0 +1,32 @@
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include <fsdp/group.h>
+#include <fsdp/mesh.h>
+
+#include "state/named_tensors.h"
+
+namespace fsdp::state {
+
+/// Where the first rank has all values: its word, and its tensors, go to the others of the mesh on which a model lies.
+class FromFirstRank {
+ public:
+  FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation);
+
+  /// The first rank's. Collective.
+  std::string text(std::string mine) const;
+  /// Likewise, on the mesh's device. `mine` is of no interest on the other ranks, where it may be null.
+  at::Tensor values(c10::IntArrayRef sizes, c10::ScalarType dtype, const at::Tensor* mine) const;
+
+ private:
+  Label label_;
+  bool is_first_;
+  std::optional<Mesh> mesh_; // unset where nothing is sharded: then every rank is the first
+};
+
+} // namespace fsdp::state

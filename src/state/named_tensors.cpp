@@ -1,0 +1,84 @@
+#include "state/named_tensors.h"
+
+#include <algorithm>
+
+#include <torch/nn/module.h>
+
+#include "base/check.h"
+#include "engine/bucket.h"
+#include "engine/tenant.h"
+#include "engine/unit.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp::state {
+
+namespace {
+
+// On some ranks perhaps: what they register then are plain tensors.
+void check_not_summoned(const torch::nn::Module& module, const char* operation) {
+  const auto unit = nn::registry::find(module);
+  FSDP_CHECK(
+      unit == nullptr || unit->held == 0,
+      "[{}] the parameters are shown whole by summon_full_params: end that guard first, or read and write "
+      "named_parameters(), which are whole now",
+      operation);
+}
+
+} // namespace
+
+std::vector<NamedTensor> named_tensors(ModuleRef given, const char* operation) {
+  torch::nn::Module& module = given.for_operation(operation);
+  nn::settle_replaced_shards(module);
+  std::vector<NamedTensor> all;
+  const auto add = [&](const std::string& path, const auto& tensors, bool buffers) {
+    for (const auto& item : tensors) {
+      if (item.value().defined()) {
+        const std::string name = path.empty() ? item.key() : path + "." + item.key();
+        all.push_back({name, item.value(), engine::param_of(item.value()), buffers});
+      }
+    }
+  };
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    check_not_summoned(*each, operation);
+    add(path, nn::registered_parameters(*each), /*buffers=*/false);
+    add(path, each->named_buffers(/*recurse=*/false), /*buffers=*/true);
+  }
+  return all;
+}
+
+std::vector<std::shared_ptr<engine::Unit>> units_of(const std::vector<NamedTensor>& tensors) {
+  std::vector<std::shared_ptr<engine::Unit>> units;
+  for (const auto& tensor : tensors) {
+    if (tensor.param != nullptr) {
+      auto unit = tensor.param->unit().shared_from_this();
+      if (std::find(units.begin(), units.end(), unit) == units.end()) {
+        units.push_back(std::move(unit));
+      }
+    }
+  }
+  return units;
+}
+
+bool is_first_rank(const std::vector<NamedTensor>& tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.param != nullptr) {
+      const Mesh& mesh = tensor.param->bucket().options().mesh;
+      for (int dim = 0; dim < mesh.ndim(); ++dim) {
+        if (mesh.coordinate(dim) != 0) {
+          return false;
+        }
+      }
+    }
+  }
+  return true;
+}
+
+HeldTensor held(const NamedTensor& tensor, bool first_rank) {
+  HeldTensor held = fsdp::held(tensor.leaf());
+  held.name = tensor.name;
+  held.first_replica = held.mesh ? held.first_replica : first_rank;
+  return held;
+}
+
+} // namespace fsdp::state

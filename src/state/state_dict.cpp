@@ -1,0 +1,229 @@
+#include <fsdp/state_dict.h>
+
+#include <memory>
+#include <sstream>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include <ATen/core/grad_mode.h>
+#include <torch/nn/module.h>
+
+#include <fsdp/front_end.h>
+
+#include "base/check.h"
+#include "base/format.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "engine/unit.h"
+#include "state/first_rank.h"
+#include "state/named_tensors.h"
+
+namespace fsdp {
+
+namespace {
+
+using engine::Param;
+using engine::Unit;
+using state::NamedTensor;
+
+using Wholes = std::unordered_map<const Param*, at::Tensor>;
+
+void put_together(Unit& unit, const FullStateDictOptions& options, bool wanted, Wholes& wholes) {
+  unit.before_shard_read(); // what was written to handles is in the shards
+  const engine::InternalScope scope;
+  const auto lock = unit.runtime().lock();
+  const auto copies = unit.put_together(options.offload_to_cpu ? c10::kCPU : unit.device(), "full_state_dict");
+  for (size_t i = 0; wanted && i < copies.size(); ++i) {
+    for (size_t j = 0; j < copies[i].size(); ++j) {
+      wholes[unit.buckets()[i]->params()[j]] = copies[i][j];
+    }
+  }
+}
+
+at::Tensor copy_of(const at::Tensor& tensor, const FullStateDictOptions& options) {
+  return tensor.detach().to(
+      options.offload_to_cpu ? c10::Device(c10::kCPU) : tensor.device(),
+      tensor.scalar_type(),
+      /*non_blocking=*/false,
+      /*copy=*/true);
+}
+
+c10::IntArrayRef sizes_of(const at::Tensor& whole) {
+  return whole.sizes();
+}
+
+c10::IntArrayRef sizes_of(const HeldTensor& held) {
+  return held.sizes;
+}
+
+// Empty if all can be loaded.
+template <typename Values>
+std::vector<std::string> complaints(
+    const std::vector<NamedTensor>& entries, const Values& state, const IncompatibleKeys& keys, bool strict) {
+  std::vector<std::string> lines;
+  if (strict && !keys.missing.empty()) {
+    lines.push_back("missing: " + join(keys.missing));
+  }
+  if (strict && !keys.unexpected.empty()) {
+    lines.push_back("unexpected: " + join(keys.unexpected));
+  }
+  for (const auto& entry : entries) {
+    const auto* value = state.find(entry.name);
+    if (value != nullptr && sizes_of(*value) != entry.sizes()) {
+      lines.push_back(
+          phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), sizes_of(*value)));
+    }
+  }
+  return lines;
+}
+
+void check_nothing_wrong(const std::string& wrong) {
+  FSDP_CHECK(
+      wrong.empty(),
+      "[load_state_dict] the values are another model's, and none was loaded:\n{}\nBuild the model they were taken "
+      "from, or set strict = false where names may differ",
+      wrong);
+}
+
+template <typename Values>
+IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state) {
+  IncompatibleKeys keys;
+  std::unordered_set<std::string> known;
+  for (const auto& entry : entries) {
+    known.insert(entry.name);
+    if (!state.contains(entry.name)) {
+      keys.missing.push_back(entry.name);
+    }
+  }
+  for (const auto& item : state) {
+    if (known.count(item.key()) == 0) {
+      keys.unexpected.push_back(item.key());
+    }
+  }
+  return keys;
+}
+
+std::vector<std::string> lines_of(const std::string& text) {
+  std::vector<std::string> lines;
+  std::istringstream stream(text);
+  for (std::string line; std::getline(stream, line);) {
+    lines.push_back(line);
+  }
+  return lines;
+}
+
+void load(const NamedTensor& entry, const at::Tensor& value) {
+  const c10::NoGradGuard no_grad;
+  const at::Tensor piece = entry.param != nullptr ? piece_of(entry.leaf(), value.detach()) : value;
+  at::Tensor(entry.leaf()).copy_(piece); // seen as every write
+}
+
+void load(const NamedTensor& entry, const HeldTensor& there) {
+  const c10::NoGradGuard no_grad;
+  at::Tensor piece;
+  {
+    const engine::InternalScope scope;
+    const HeldTensor here = fsdp::held(entry.leaf());
+    piece = layout::taken_from(state::as_piece(there), state::as_piece(here));
+  }
+  at::Tensor(entry.leaf()).copy_(piece);
+}
+
+bool covers(const HeldTensor& there, const NamedTensor& entry) {
+  const HeldTensor here = fsdp::held(entry.leaf());
+  return there.sizes != here.sizes || layout::covers(state::as_piece(there), state::as_piece(here));
+}
+
+void check_materialized(const std::vector<NamedTensor>& entries) {
+  for (const auto& entry : entries) {
+    FSDP_CHECK(
+        !entry.tensor.is_meta(),
+        "[load_state_dict] '{}' is on the meta device, which has no memory for values: call fsdp::to_empty(model) "
+        "first",
+        entry.name);
+  }
+}
+
+} // namespace
+
+StateDict full_state_dict(ModuleRef given, const FullStateDictOptions& options) {
+  const auto entries = state::named_tensors(given, "full_state_dict");
+  const bool wanted = !options.rank0_only || state::is_first_rank(entries);
+  Wholes wholes;
+  for (const auto& unit : state::units_of(entries)) {
+    put_together(*unit, options, wanted, wholes);
+  }
+  StateDict state;
+  for (const auto& entry : entries) {
+    if (wanted) {
+      state.insert(entry.name, entry.param != nullptr ? wholes.at(entry.param) : copy_of(entry.tensor, options));
+    }
+  }
+  return state;
+}
+
+IncompatibleKeys load_state_dict(ModuleRef given, const StateDict& state, const LoadStateDictOptions& options) {
+  const auto entries = state::named_tensors(given, "load_state_dict");
+  check_materialized(entries);
+  const auto first =
+      options.broadcast_from_rank0 ? std::make_unique<state::FromFirstRank>(entries, "load_state_dict") : nullptr;
+  IncompatibleKeys keys = compare(entries, state);
+  std::string wrong = join(complaints(entries, state, keys, options.strict), "\n");
+  if (first) {
+    wrong = first->text(wrong);
+    keys.missing = lines_of(first->text(join(keys.missing, "\n")));
+    keys.unexpected = lines_of(first->text(join(keys.unexpected, "\n")));
+  }
+  check_nothing_wrong(wrong);
+  const std::unordered_set<std::string> missing(keys.missing.begin(), keys.missing.end());
+  for (const auto& entry : entries) {
+    if (missing.count(entry.name) == 0) {
+      const at::Tensor* mine = state.find(entry.name);
+      load(entry, first ? first->values(entry.sizes(), entry.tensor.scalar_type(), mine) : *mine);
+    }
+  }
+  return keys;
+}
+
+ShardedStateDict sharded_state_dict(ModuleRef given) {
+  const auto entries = state::named_tensors(given, "sharded_state_dict");
+  for (const auto& unit : state::units_of(entries)) {
+    unit->before_shard_read(); // what was written to handles is in the shards
+  }
+  const bool first_rank = state::is_first_rank(entries);
+  ShardedStateDict state;
+  for (const auto& entry : entries) {
+    state.insert(entry.name, state::held(entry, first_rank));
+  }
+  return state;
+}
+
+IncompatibleKeys load_state_dict(ModuleRef given, const ShardedStateDict& state, const LoadStateDictOptions& options) {
+  FSDP_CHECK(
+      !options.broadcast_from_rank0,
+      "[load_state_dict] of a sharded state dict each rank gives its own pieces: leave broadcast_from_rank0 out, or "
+      "take a full_state_dict");
+  const auto entries = state::named_tensors(given, "load_state_dict");
+  check_materialized(entries);
+  IncompatibleKeys keys = compare(entries, state);
+  auto wrong = complaints(entries, state, keys, options.strict);
+  for (const auto& entry : entries) {
+    const HeldTensor* there = state.find(entry.name);
+    if (there != nullptr && !covers(*there, entry)) {
+      wrong.push_back(phrase(
+          "'{}' is cut in another way: this rank needs elements that were on others (full_state_dict goes into any "
+          "sharding)",
+          entry.name));
+    }
+  }
+  check_nothing_wrong(join(wrong, "\n"));
+  for (const auto& entry : entries) {
+    if (const HeldTensor* there = state.find(entry.name)) {
+      load(entry, *there);
+    }
+  }
+  return keys;
+}
+
+} // namespace fsdp

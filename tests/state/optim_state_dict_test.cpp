@@ -1,0 +1,444 @@
+// Optimizers' states by name: the same from whatever sharding, and into any, and training goes on with the same bits.
+
+#include <algorithm>
+#include <map>
+#include <memory>
+
+#include "state/forms.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+using torch::optim::Optimizer;
+using torch::optim::OptimizerParamGroup;
+using Groups = std::vector<OptimizerParamGroup>;
+
+enum class Kind { kSGD, kAdam, kAdamW, kAdagrad, kRMSprop, kFusedAdamW };
+constexpr std::array kKinds{Kind::kSGD, Kind::kAdam, Kind::kAdamW, Kind::kAdagrad, Kind::kRMSprop, Kind::kFusedAdamW};
+
+template <typename Class, typename Options>
+std::unique_ptr<Optimizer> build(
+    const std::vector<std::vector<at::Tensor>>& groups, const Options& options, double lr) {
+  Groups with_options;
+  with_options.emplace_back(groups[0], std::make_unique<Options>(options));
+  auto other = std::make_unique<Options>(options);
+  other->lr(lr / 2);
+  with_options.emplace_back(groups[1], std::move(other));
+  return std::make_unique<Class>(with_options, options);
+}
+
+// Matrices, and the rest with another learning rate; tied parameters once.
+std::vector<std::vector<at::Tensor>> groups_of(OddNet& net) {
+  std::vector<std::vector<at::Tensor>> groups(2);
+  for (const auto& [name, tensor] : named_parameters(*net)) {
+    groups[name.find("weight") == std::string::npos ? 1 : 0].push_back(tensor);
+  }
+  return groups;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(Kind kind, OddNet& net, double lr = 0.02) {
+  using namespace torch::optim; // NOLINT: a list of its names
+  const auto groups = groups_of(net);
+  switch (kind) {
+    case Kind::kSGD:
+      return build<SGD>(groups, SGDOptions(lr).momentum(0.9).weight_decay(0.1).nesterov(lr == 0.02), lr);
+    case Kind::kAdam:
+      return build<Adam>(groups, AdamOptions(lr).amsgrad(true).betas({0.8, lr * 40}), lr);
+    case Kind::kAdamW:
+      return build<AdamW>(groups, AdamWOptions(lr).weight_decay(0.1).betas({0.8, lr * 40}), lr);
+    case Kind::kAdagrad:
+      return build<Adagrad>(groups, AdagradOptions(lr).lr_decay(0.1).initial_accumulator_value(lr), lr);
+    case Kind::kRMSprop:
+      return build<RMSprop>(groups, RMSpropOptions(lr).momentum(0.5).centered(true), lr);
+    case Kind::kFusedAdamW:
+      return build<fsdp::optim::AdamW>(groups, AdamWOptions(lr).weight_decay(0.1).amsgrad(true), lr);
+  }
+  return nullptr;
+}
+
+using Gradients = std::map<std::string, at::Tensor>;
+
+Gradients gradients_of(OddNet& net, int rank, int step) {
+  net->zero_grad();
+  net->loss(rank, step).backward();
+  Gradients gradients;
+  for (const auto& item : net->named_parameters()) {
+    gradients[item.key()] = item.value().grad();
+  }
+  net->zero_grad();
+  return gradients;
+}
+
+Gradients sum(const Gradients& a, const Gradients& b) {
+  Gradients total;
+  for (const auto& [name, gradient] : a) {
+    total[name] = plus(gradient, b.at(name));
+  }
+  return total;
+}
+
+// As `arrangement` adds them: the ranks of a replica, then the replicas.
+Gradients sum_over_ranks(OddNet& net, Form arrangement, int step) {
+  const int ranks = world_size(), together = is_hybrid(arrangement) ? ranks / 2 : ranks;
+  std::optional<Gradients> total;
+  for (int first = 0; first < ranks; first += together) {
+    Gradients of_replica = gradients_of(net, first, step);
+    for (int rank = first + 1; rank < first + together; ++rank) {
+      of_replica = sum(of_replica, gradients_of(net, rank, step));
+    }
+    total = total ? sum(*total, of_replica) : of_replica;
+  }
+  return *total;
+}
+
+/// A model in training; unsharded, each rank computes what all ranks would together.
+struct Training {
+  Training(Form form, Kind kind, double begin, double lr = 0.02)
+      : form(form), net(make(form, begin)), optimizer(make_optimizer(kind, net, lr)) {}
+
+  float step(int index, Form arrangement) {
+    if (form == Form::kUnsharded) {
+      return step_unsharded(index, arrangement);
+    }
+    const auto loss = net->loss(rank(), index);
+    loss.backward();
+    optimizer->step();
+    optimizer->zero_grad();
+    return loss.item<float>();
+  }
+
+  float step_unsharded(int index, Form arrangement) {
+    const float loss = net->loss(rank(), index).item<float>();
+    const auto total = sum_over_ranks(net, arrangement, index);
+    const auto own = gradients_of(net, rank(), index).at("own").clone();
+    for (auto& item : net->named_parameters()) {
+      if (total.at(item.key()).defined()) {
+        item.value().mutable_grad() = item.key() == "own" ? own : total.at(item.key()) / world_size();
+      }
+    }
+    optimizer->step();
+    optimizer->zero_grad();
+    return loss;
+  }
+
+  std::vector<float> steps(int first, int last, Form arrangement) {
+    std::vector<float> losses;
+    for (int index = first; index < last; ++index) {
+      losses.push_back(step(index, arrangement));
+    }
+    return losses;
+  }
+
+  OptimStateDict state() {
+    return full_optim_state_dict(net, *optimizer);
+  }
+
+  Form form;
+  OddNet net;
+  std::unique_ptr<Optimizer> optimizer;
+};
+
+std::vector<std::string> keys_of(const auto& map) {
+  std::vector<std::string> keys;
+  for (const auto& [key, value] : map) {
+    keys.push_back(key);
+  }
+  return keys;
+}
+
+void expect_equal(const std::map<std::string, c10::IValue>& got, const std::map<std::string, c10::IValue>& wanted) {
+  ASSERT_EQ(keys_of(got), keys_of(wanted));
+  for (const auto& [key, value] : wanted) {
+    EXPECT_EQ(got.at(key), value) << key;
+  }
+}
+
+void expect_equal(const OptimStateDict& got, const OptimStateDict& wanted) {
+  ASSERT_EQ(got.state.keys(), wanted.state.keys());
+  for (const auto& item : wanted.state) {
+    const auto& state = got.state[item.key()];
+    expect_equal(state.scalars, item.value().scalars);
+    ASSERT_EQ(keys_of(state.tensors), keys_of(item.value().tensors)) << item.key();
+    for (const auto& [key, tensor] : item.value().tensors) {
+      expect_same(state.tensors.at(key), tensor, key + " of " + item.key());
+    }
+  }
+  ASSERT_EQ(got.param_groups.size(), wanted.param_groups.size());
+  for (size_t i = 0; i < wanted.param_groups.size(); ++i) {
+    EXPECT_EQ(got.param_groups[i].params, wanted.param_groups[i].params);
+    expect_equal(got.param_groups[i].options, wanted.param_groups[i].options);
+  }
+}
+
+class OptimStateDicts : public ::testing::TestWithParam<int> {};
+
+TEST_P(OptimStateDicts, HaveWhatOptimizersKeepByName) {
+  on_threads(GetParam(), [] {
+    for (const Form form : forms(world_size())) {
+      SCOPED_TRACE(name_of(form));
+      Training training(form, Kind::kAdam, 1000);
+      training.steps(0, 3, form);
+      const auto dict = training.state();
+      const std::vector<std::string> updated{
+          "scale", "own", "turned", "tied", "first.weight", "first.bias", "last.weight"};
+      EXPECT_EQ(dict.state.keys(), updated) << "not what is frozen or unused";
+      for (const auto& name : updated) {
+        const auto& state = dict.state[name];
+        EXPECT_EQ(keys_of(state.tensors), (std::vector<std::string>{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}));
+        EXPECT_EQ(state.scalars.at("step").toInt(), 3);
+      }
+      ASSERT_EQ(dict.param_groups.size(), 2u);
+      const std::vector<std::string> weights{"first.weight", "last.weight", "spare.weight"};
+      EXPECT_EQ(dict.param_groups[0].params, weights);
+      EXPECT_EQ(dict.param_groups[0].options.at("lr").toDouble(), 0.02);
+      EXPECT_EQ(dict.param_groups[1].options.at("lr").toDouble(), 0.01);
+      EXPECT_TRUE(dict.param_groups[1].options.at("amsgrad").toBool());
+    }
+  });
+}
+
+// The next steps are those of a training that was never interrupted, whose gradients are added in the same order.
+void expect_goes_on(Kind kind, Form from, Form into) {
+  SCOPED_TRACE(::testing::Message() << name_of(from) << " -> " << name_of(into));
+  Training whole(Form::kUnsharded, kind, 10);
+  Training first(from, kind, 10), second(into, kind, 2000, /*lr=*/0.015);
+  second.steps(7, 8, into); // what it has is replaced
+  EXPECT_EQ(first.steps(0, 2, from), whole.steps(0, 2, from));
+  const auto dict = first.state();
+  expect_equal(dict, whole.state());
+  load_state_dict(second.net, full_state_dict(first.net));
+  load_optim_state_dict(second.net, *second.optimizer, dict);
+  expect_equal(second.state(), dict);
+  EXPECT_EQ(second.steps(2, 4, into), whole.steps(2, 4, into));
+  expect_equal(second.state(), whole.state());
+}
+
+TEST_P(OptimStateDicts, GoFromAnyShardingIntoAny) {
+  on_threads(GetParam(), [] {
+    for (const Kind kind : kKinds) {
+      SCOPED_TRACE(::testing::Message() << "optimizer " << static_cast<int>(kind));
+      for (const Form from : forms(world_size())) {
+        for (const Form into : forms(world_size())) {
+          expect_goes_on(kind, from, into);
+        }
+      }
+    }
+  });
+}
+
+TEST_P(OptimStateDicts, MayBeOfTheFirstRankAlone) {
+  on_threads(GetParam(), [] {
+    Training first(Form::kFlat, Kind::kAdam, 10), second(Form::kRows, Kind::kAdam, 2000, 0.015);
+    first.steps(0, 2, Form::kFlat);
+    const auto dict = full_optim_state_dict(first.net, *first.optimizer, {.rank0_only = true, .offload_to_cpu = true});
+    EXPECT_EQ(dict.state.is_empty(), rank() != 0);
+    EXPECT_EQ(dict.param_groups.empty(), rank() != 0);
+    load_optim_state_dict(second.net, *second.optimizer, dict, {.broadcast_from_rank0 = true});
+    expect_equal(second.state(), first.state());
+  });
+}
+
+TEST(HybridOptimStateDicts, GoFromTheFirstRankToAllReplicas) {
+  on_threads(4, [] {
+    Training first(Form::kHybrid, Kind::kSGD, 10), second(Form::kHybridFlat, Kind::kSGD, 2000, 0.015);
+    first.steps(0, 2, Form::kHybrid);
+    const auto dict = full_optim_state_dict(first.net, *first.optimizer, {.rank0_only = true});
+    EXPECT_EQ(dict.state.is_empty(), rank() != 0);
+    load_optim_state_dict(second.net, *second.optimizer, dict, {.broadcast_from_rank0 = true});
+    expect_equal(second.state(), first.state());
+  });
+}
+
+TEST_P(OptimStateDicts, BeforeTheFirstStepHaveHyperParametersOnly) {
+  on_threads(GetParam(), [] {
+    for (const Kind kind : kKinds) {
+      for (const Form form : forms(world_size())) {
+        Training fresh(form, kind, 10), stepped(form, kind, 10, 0.015);
+        stepped.steps(0, 1, form);
+        const auto dict = fresh.state();
+        EXPECT_EQ(dict.param_groups.size(), 2u);
+        if (kind != Kind::kAdagrad) { // which begins with a state
+          EXPECT_TRUE(dict.state.is_empty());
+        }
+        load_optim_state_dict(stepped.net, *stepped.optimizer, dict);
+        expect_equal(stepped.state(), dict);
+      }
+    }
+  });
+}
+
+TEST_P(OptimStateDicts, AreCopies) {
+  on_threads(GetParam(), [] {
+    for (const Form form : forms(world_size())) {
+      Training training(form, Kind::kAdam, 10);
+      training.steps(0, 1, form);
+      const auto dict = training.state();
+      const auto kept = dict.state["first.weight"].tensors.at("exp_avg").clone();
+      Training other(form, Kind::kAdam, 10);
+      load_optim_state_dict(other.net, *other.optimizer, dict);
+      training.steps(1, 2, form);
+      other.steps(1, 2, form);
+      EXPECT_TRUE(dict.state["first.weight"].tensors.at("exp_avg").equal(kept)) << name_of(form);
+    }
+  });
+}
+
+TEST_P(OptimStateDicts, OfPiecesGoOnWhereTheyWereTaken) {
+  on_threads(GetParam(), [] {
+    for (const Kind kind : kKinds) {
+      for (const Form form : forms(world_size())) {
+        SCOPED_TRACE(name_of(form));
+        Training first(form, kind, 10), second(form, kind, 2000, 0.015);
+        first.steps(0, 2, form);
+        load_state_dict(second.net, sharded_state_dict(first.net));
+        load_optim_state_dict(second.net, *second.optimizer, sharded_optim_state_dict(first.net, *first.optimizer));
+        expect_equal(second.state(), first.state());
+        EXPECT_EQ(second.steps(2, 4, form), first.steps(2, 4, form));
+      }
+    }
+  });
+}
+
+TEST_P(OptimStateDicts, OfPiecesThatAreWholeGoIntoAnySharding) {
+  on_threads(GetParam(), [] {
+    Training whole(Form::kUnsharded, Kind::kAdam, 10);
+    whole.steps(0, 2, Form::kRows);
+    for (const Form form : forms(world_size())) {
+      Training other(form, Kind::kAdam, 2000, 0.015);
+      load_optim_state_dict(other.net, *other.optimizer, sharded_optim_state_dict(whole.net, *whole.optimizer));
+      expect_equal(other.state(), whole.state());
+    }
+  });
+}
+
+TEST(ShardedOptimStateDicts, NeedNoOtherRank) {
+  on_threads(2, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    training.steps(0, 1, Form::kRows);
+    if (rank() == 0) {
+      const auto dict = sharded_optim_state_dict(training.net, *training.optimizer);
+      const HeldTensor& average = dict.state["first.weight"].tensors.at("exp_avg");
+      EXPECT_EQ(average.sizes, (std::vector<int64_t>{7, 5}));
+      EXPECT_EQ(average.extent, (Extent{0, 20, 20, 1}));
+      EXPECT_EQ(average.local.sizes(), (c10::IntArrayRef{4, 5}));
+      load_optim_state_dict(training.net, *training.optimizer, dict);
+    }
+    barrier();
+  });
+}
+
+TEST(ShardedOptimStateDicts, ThatLackElementsAreAnError) {
+  on_threads(2, [] {
+    Training rows(Form::kRows, Kind::kAdam, 10), columns(Form::kColumns, Kind::kAdam, 10);
+    rows.steps(0, 1, Form::kRows);
+    const auto dict = sharded_optim_state_dict(rows.net, *rows.optimizer);
+    const auto message = error_message([&] { load_optim_state_dict(columns.net, *columns.optimizer, dict); });
+    EXPECT_TRUE(contains(message, "'first.weight' is cut in another way")) << message;
+    EXPECT_TRUE(columns.state().state.is_empty()) << "none was loaded";
+  });
+}
+
+// As Python's optimizers keep it; a tied parameter may go under any of its names.
+TEST(OptimStateDictsOfOtherPrograms, MayHaveStepsInTensorsAndOtherNamesOfTiedParameters) {
+  on_threads(1, [] {
+    Training training(Form::kUnsharded, Kind::kAdam, 10), other(Form::kUnsharded, Kind::kAdam, 10);
+    training.steps(0, 2, Form::kUnsharded);
+    const auto dict = training.state();
+    OptimStateDict theirs;
+    theirs.param_groups = dict.param_groups;
+    for (auto& group : theirs.param_groups) {
+      std::replace(group.params.begin(), group.params.end(), std::string("tied"), std::string("last.bias"));
+      group.options["foreach"] = false; // which we do not have
+    }
+    for (const auto& item : dict.state) {
+      auto state = item.value();
+      state.scalars["step"] = torch::full({}, 2.0);
+      theirs.state.insert(item.key() == "tied" ? "last.bias" : item.key(), state);
+    }
+    load_optim_state_dict(other.net, *other.optimizer, theirs);
+    expect_equal(other.state(), dict);
+  });
+}
+
+TEST_P(OptimStateDicts, OfAnotherOptimizerAreAnErrorThatChangesNothing) {
+  on_threads(GetParam(), [] {
+    for (const bool broadcast : {false, true}) {
+      Training adam(Form::kRows, Kind::kAdam, 10), sgd(Form::kRows, Kind::kSGD, 10);
+      sgd.steps(0, 1, Form::kRows);
+      auto dict = sgd.state();
+      dict.param_groups[0].params.pop_back();
+      dict.state["scale"].tensors["momentum_buffer"] = torch::zeros({2});
+      dict.state.insert("frozen_too", {});
+      if (broadcast && rank() != 0) {
+        dict = OptimStateDict();
+      }
+      const LoadOptimStateDictOptions options{.broadcast_from_rank0 = broadcast};
+      auto message = error_message([&] { load_optim_state_dict(adam.net, *adam.optimizer, dict, options); });
+      EXPECT_TRUE(contains(message, "group 0, missing: spare.weight; unexpected: ")) << message;
+      EXPECT_TRUE(contains(message, "'momentum_buffer' of 'first.weight' is no tensor of this optimizer's")) << message;
+      EXPECT_TRUE(contains(message, "'frozen_too' is no parameter of this optimizer's")) << message;
+      EXPECT_TRUE(adam.state().state.is_empty());
+      const auto before = sgd.state();
+      message = error_message([&] { load_optim_state_dict(sgd.net, *sgd.optimizer, dict, options); });
+      EXPECT_TRUE(contains(message, "'scale' has sizes [] in the model, its 'momentum_buffer' [2]")) << message;
+      expect_equal(sgd.state(), before);
+      dict.param_groups.clear();
+      message = error_message([&] { load_optim_state_dict(sgd.net, *sgd.optimizer, dict, options); });
+      EXPECT_TRUE(contains(message, "groups of parameters: 2 here and 0 there")) << message;
+    }
+  });
+}
+
+TEST(OptimStateDictsErrors, SayThatRanksHaveSteppedDifferently) {
+  on_threads(2, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    training.steps(0, 1, Form::kRows);
+    if (rank() == 1) {
+      for (auto& [param, state] : training.optimizer->state()) {
+        static_cast<torch::optim::AdamParamState&>(*state).step(9);
+      }
+    }
+    EXPECT_TRUE(contains(error_message([&] { training.state(); }), "differently often"));
+  });
+}
+
+struct Unknown : torch::optim::SGD {
+  using SGD::SGD;
+};
+
+struct Other : Optimizer {
+  explicit Other(std::vector<at::Tensor> params)
+      : Optimizer(std::move(params), std::make_unique<torch::optim::SGDOptions>(1)) {}
+  at::Tensor step(LossClosure /*closure*/) override {
+    return {};
+  }
+};
+
+TEST(OptimStateDictsErrors, SayWhatToDo) {
+  on_threads(2, [] {
+    OddNet net = make(Form::kRows, 0), other = make(Form::kRows, 0);
+    const auto refusal = [&](Optimizer& optimizer) {
+      return error_message([&] { full_optim_state_dict(net, optimizer); });
+    };
+    torch::optim::LBFGS lbfgs(parameters(*net));
+    EXPECT_TRUE(contains(refusal(lbfgs), "LBFGS keeps vectors of all parameters together"));
+    fsdp::optim::LBFGS ours(parameters(*net));
+    EXPECT_TRUE(contains(refusal(ours), "torch::save the optimizer once per rank"));
+    Other unknown(parameters(*net));
+    EXPECT_TRUE(contains(refusal(unknown), "Other, of whose state nothing is known"));
+    torch::optim::SGD of_others(parameters(*other), 0.1);
+    EXPECT_TRUE(contains(refusal(of_others), "is not the module's: give the module"));
+    torch::optim::SGD too_early({net->first->weight}, 0.1);
+    EXPECT_TRUE(contains(refusal(too_early), "'first.weight' before that was sharded"));
+    Unknown derived(parameters(*net), 0.1);
+    EXPECT_TRUE(full_optim_state_dict(net, derived).state.is_empty()) << "its state is its base's";
+    auto guard = summon_full_params(net);
+    EXPECT_TRUE(contains(refusal(derived), "end that guard first"));
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, OptimStateDicts, ::testing::Values(1, 2, 3, 4), ::testing::PrintToStringParamName());
+
+} // namespace
+} // namespace fsdp::testing
