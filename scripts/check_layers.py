@@ -47,6 +47,7 @@ PUBLIC = {
     "state_dict": "nn",
     "summon": "nn",
     "trace": "base",
+    "wrap": "nn",
 }
 
 # folder whose types nobody else sees: the headers through which it is reached from outside

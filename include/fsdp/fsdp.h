@@ -19,3 +19,4 @@
 #include <fsdp/state_dict.h>
 #include <fsdp/summon.h>
 #include <fsdp/trace.h>
+#include <fsdp/wrap.h>

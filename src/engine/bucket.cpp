@@ -255,6 +255,10 @@ void Bucket::write_back(size_t index) {
   param.values_change();
 }
 
+void Bucket::values_change(Param& param) {
+  param.values_change();
+}
+
 void Bucket::begin_write(const Unit& unit) {
   drop_share(); // of the former value
   group_users::stop_readers(*gather_group);

@@ -14,6 +14,8 @@
 
 namespace fsdp::engine {
 
+class FlatShard;
+
 struct BucketOptions {
   Mesh mesh;
   c10::Device device;
@@ -55,6 +57,10 @@ class Bucket {
 
   /// False while all parameters are on the meta device.
   bool has_values() const;
+  /// What users see in place of its parameters' shards; null where they see these.
+  virtual FlatShard* flat_shard() const {
+    return nullptr;
+  }
   /// Gathered memory can be a parameter's own: no copy is made of it.
   virtual bool lies_well(const Param& param) const;
   /// True if the handles point into memory that other ranks write.
@@ -102,6 +108,8 @@ class Bucket {
     may_be_written_ = is_private();
   }
 
+  /// Somebody is about to write what users see of a parameter's shard.
+  virtual void values_change(Param& param);
   /// Returns once no rank reads this rank's shards any more.
   virtual void begin_write(const Unit& unit);
   /// Memory this rank pays for the handles' memory.

@@ -38,6 +38,24 @@ void FlatBucket::settle(const Unit& unit) {
   }
   check_one_dtype(dtypes);
   Bucket::settle(unit);
+  if (shown_as_one_ && !flat_shard_) {
+    flat_shard_ = std::make_shared<FlatShard>(*this);
+    for (Param* param : params()) {
+      param->show_as(flat_shard_->shown_for(*param));
+    }
+  }
+  if (flat_shard_) {
+    flat_shard_->lie_in(home_->slice(0), home_, params().front()->shard().device());
+  }
+}
+
+void FlatBucket::values_change(Param& param) {
+  if (!flat_shard_) {
+    return Bucket::values_change(param);
+  }
+  for (Param* each : params()) {
+    each->values_change();
+  }
 }
 
 std::vector<Piece> FlatBucket::pieces() const {

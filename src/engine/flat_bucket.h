@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "engine/bucket.h"
+#include "engine/flat_shard.h"
 
 namespace fsdp::engine {
 
@@ -17,15 +18,23 @@ void check_one_dtype(const std::vector<NamedDtype>& parameters);
 /// Parameters that are cut as one flat parameter: its home is a single piece, of which each is a part.
 class FlatBucket final : public Bucket {
  public:
-  using Bucket::Bucket;
+  /// `shown_as_one`: users see one flat shard in place of the parameters'.
+  FlatBucket(BucketOptions options, bool shown_as_one) : Bucket(std::move(options)), shown_as_one_(shown_as_one) {}
   void settle(const Unit& unit) override;
   void settle_among(int, const Label&) override {} // a flat unit is gathered among all, always
   bool lies_well(const Param& param) const override;
+  void values_change(Param& param) override;
+  FlatShard* flat_shard() const override {
+    return flat_shard_.get();
+  }
 
  private:
   std::vector<Piece> pieces() const override;
   void* slice(const Home& home, size_t index) const override;
   void* whole(const Gathered& gathered, size_t index) const override;
+
+  bool shown_as_one_;
+  std::shared_ptr<FlatShard> flat_shard_;
 };
 
 } // namespace fsdp::engine

@@ -9,6 +9,8 @@
 #include "base/check.h"
 #include "base/view_into.h"
 #include "engine/backward_graph.h"
+#include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/forward_graph.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -60,14 +62,18 @@ void Param::drop_gradient_with_handles() {
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  if (gradient.sizes() != c10::IntArrayRef(shard_sizes_) || gradient.strides() != c10::IntArrayRef(shard_strides_)) {
+  FlatShard* flat = bucket_.flat_shard();
+  const bool lies_well =
+      gradient.sizes() == c10::IntArrayRef(shard_sizes_) && gradient.strides() == c10::IntArrayRef(shard_strides_);
+  if (flat == nullptr && !lies_well) {
     gradient = view_into(gradient, gradient.scalar_type(), shard_sizes_, shard_strides_, 0);
   }
-  if (gradient.scalar_type() != shard_.scalar_type() || gradient.device() != shard_.device()) {
-    gradient = gradient.to(shard_.device(), shard_.scalar_type());
+  const auto dtype = unit_.policy.keep_gradient_dtype ? gradient.scalar_type() : shard_.scalar_type();
+  if (gradient.scalar_type() != dtype || gradient.device() != shard_.device()) {
+    gradient = gradient.to(shard_.device(), dtype);
   }
   UserScope scope;
-  shown_->give_gradient(std::move(gradient));
+  flat != nullptr ? flat->give_gradient(gradient) : shown_->give_gradient(std::move(gradient));
 }
 
 void Param::agree_on_requires_grad() {

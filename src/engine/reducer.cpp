@@ -12,6 +12,7 @@
 #include "base/tracing.h"
 #include "base/view_into.h"
 #include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/runtime.h"
@@ -48,18 +49,33 @@ struct Reducer::Reduction {
   bool is_reduced_twice() const {
     return scatters && replicas() != nullptr;
   }
+  /// Users see all of `flat`.
+  bool is_shown() const {
+    return hook || bucket->flat_shard() != nullptr;
+  }
   /// Where a parameter's slice begins in `flat`, which reaches to `end` so far, and grows. Slices start where vector
   /// instructions like it, as torch's own allocations do; what a hook is given has no gaps, and the same size on all
   /// ranks: full shards, as PyTorch's.
   int64_t make_room(const Param& param, c10::ScalarType dtype, int64_t& end) const {
     const Cut& cut = param.layout().cut();
-    if (hook && param.layout().is_part_of_flat()) {
+    if (is_shown() && param.layout().is_part_of_flat()) {
       end = cut.chunk;
       return std::min(cut.offset(param.rank()), cut.chunk);
     }
     const int64_t per_line = 64 / static_cast<int64_t>(c10::elementSize(dtype));
     const int64_t room = hook ? cut.chunk : (cut.length(param.rank()) + per_line - 1) / per_line * per_line;
     return std::exchange(end, end + room);
+  }
+  /// What shards are given, and of which parameters they are; the flat shard's, of the first.
+  std::vector<std::pair<Param*, at::Tensor>> gradients() const {
+    if (bucket->flat_shard() != nullptr) {
+      return {{params.front(), flat}};
+    }
+    std::vector<std::pair<Param*, at::Tensor>> gradients;
+    for (size_t i = 0; i < params.size(); ++i) {
+      gradients.emplace_back(params[i], slices[i]);
+    }
+    return gradients;
   }
 };
 
@@ -176,7 +192,7 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
     tensors->reserve(bucket.params().size());
   }
   std::vector<int64_t> offsets;
-  int64_t numel = 0;
+  int64_t numel = 0, covered = 0;
   for (Param* param : bucket.params()) {
     if (!param->joins_reduction() || unit.reduce_dtype_of(*param) != dtype) {
       continue;
@@ -189,14 +205,16 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
     args.cuts.push_back(param->layout().cut());
     reduction.bytes += static_cast<int64_t>(args.wholes.back().nbytes());
     offsets.push_back(reduction.make_room(*param, dtype, numel));
+    covered += param->layout().cut().length(param->rank());
   }
   // Alone, the whole gradient is the slice: nothing is copied, unless all slices go on as one, or to the host.
   const bool goes_on =
-      reduction.replicas() != nullptr || reduction.hook || (unit.offloaded() && has_streams(unit.device()));
+      reduction.replicas() != nullptr || reduction.is_shown() || (unit.offloaded() && has_streams(unit.device()));
   const bool in_place = !reduction.scatters && !goes_on;
   if (!in_place) {
     const auto options = at::TensorOptions().dtype(dtype).device(unit.device());
-    reduction.flat = reduction.hook ? at::zeros({numel}, options) : at::empty({numel}, options);
+    const bool has_gaps = reduction.is_shown() && covered < numel;
+    reduction.flat = has_gaps ? at::zeros({numel}, options) : at::empty({numel}, options);
   }
   for (size_t i = 0; i < reduction.params.size(); ++i) {
     const Param& param = *reduction.params[i];
@@ -238,12 +256,19 @@ void Reducer::start_all_reduce(Reduction& reduction) {
   const Stream stream = unit.runtime().all_reduce_stream();
   wait_stream(stream, unit.runtime().reduce_stream());
   const StreamGuard on_stream(stream);
-  const double divide_by = divides_early(reduction.flat.scalar_type()) ? 1 : reduction.divide_by;
-  reduction.work =
-      reduction.replicas()->all_reduce(reduction.flat, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"));
+  if (unit.policy.all_reduce) {
+    UserScope scope;
+    unit.policy.all_reduce(reduction.flat);
+  } else {
+    const double divide_by = divides_early(reduction.flat.scalar_type()) ? 1 : reduction.divide_by;
+    reduction.work =
+        reduction.replicas()->all_reduce(reduction.flat, ReduceOp::kSum, divide_by, unit.label("all-reduce gradients"));
+  }
   if (has_streams(unit.device())) {
-    reduction.work->wait();
-    reduction.work.reset();
+    if (reduction.work) {
+      reduction.work->wait();
+      reduction.work.reset();
+    }
     reduction.reduced.record(stream);
   }
 }
@@ -327,8 +352,8 @@ void Reducer::deliver(Reduction& reduction) {
     start_copies(reduction);
     return;
   }
-  for (size_t i = 0; i < reduction.params.size(); ++i) {
-    deliver(*reduction.params[i], reduction.slices[i]);
+  for (const auto& [param, gradient] : reduction.gradients()) {
+    deliver(*param, gradient);
   }
 }
 
@@ -350,11 +375,12 @@ std::optional<Reducer::Delivery> Reducer::next_delivery() {
 
 void Reducer::start_copies(const Reduction& reduction) {
   const StreamGuard on_stream(reduction.unit->runtime().reduce_stream());
-  for (size_t i = 0; i < reduction.params.size(); ++i) {
-    const auto dtype = reduction.params[i]->shard_dtype();
+  for (const auto& [param, gradient] : reduction.gradients()) {
+    const auto dtype =
+        reduction.unit->policy.keep_gradient_dtype ? gradient.scalar_type() : param->shard_dtype();
     const auto on_host = at::TensorOptions().dtype(dtype).device(c10::kCPU).pinned_memory(true);
-    at::Tensor copy = at::empty(reduction.slices[i].sizes(), on_host);
-    copied_.push_back({reduction.params[i], copy.copy_(reduction.slices[i], /*non_blocking=*/true)});
+    at::Tensor copy = at::empty(gradient.sizes(), on_host);
+    copied_.push_back({param, copy.copy_(gradient, /*non_blocking=*/true)});
   }
 }
 

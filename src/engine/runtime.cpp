@@ -308,6 +308,9 @@ bool Runtime::take_gradient(Param& param, const at::Tensor& handle) {
     if (!unit.policy.reduce_unused_params) {
       reduce(unit);
     }
+    if (unit.policy.next_in_backward == NextInBackward::kWhenDone) {
+      prefetch(unit, Phase::kBackward, training_);
+    }
   }
   return reducer_.has_deliveries();
 }

@@ -1,7 +1,10 @@
 #include <fsdp/sharded_tensor.h>
 
+#include <ATen/ops/zeros.h>
+
 #include "base/check.h"
 #include "engine/bucket.h"
+#include "engine/flat_bucket.h"
 #include "engine/put_together.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -19,6 +22,22 @@ const engine::Param& param_behind(const at::Tensor& shard) {
   return *param;
 }
 
+/// The whole flat parameter, of one of whose likes this is the rank's share: padded to the same length on all ranks.
+at::Tensor put_together(const engine::FlatShard& flat, const at::Tensor& local, const char* operation) {
+  const auto& params = flat.bucket().params();
+  std::vector<engine::PieceOf> pieces;
+  for (const engine::Param* param : params) {
+    pieces.push_back({param, flat.part_of(*param, local)});
+  }
+  const auto wholes = engine::put_together(pieces, local.device(), {operation, params.front()->name()});
+  auto whole = at::zeros({local.numel() * flat.bucket().shard_group().size()}, local.options());
+  for (size_t i = 0; i < wholes.size(); ++i) {
+    const Cut& cut = params[i]->layout().cut();
+    whole.narrow(0, cut.before, cut.numel).copy_(wholes[i].as_strided({cut.numel}, {1}));
+  }
+  return whole;
+}
+
 at::Tensor put_together(const engine::Param& param, const at::Tensor& local, const char* operation) {
   return engine::put_together({{&param, local}}, local.device(), {operation, param.name()})[0];
 }
@@ -30,30 +49,43 @@ int64_t ShardedTensor::numel() const {
 }
 
 at::Tensor ShardedTensor::full_tensor() const {
+  if (const auto* flat = engine::flat_shard_of(local)) {
+    flat->bucket().params().front()->unit().before_shard_read();
+    return put_together(*flat, local.detach(), "full_tensor");
+  }
   const auto& param = param_behind(local);
   param.unit().before_shard_read();
   return put_together(param, local.detach(), "full_tensor");
 }
 
 at::Tensor ShardedTensor::full_grad() const {
-  const auto& param = param_behind(local);
   const at::Tensor gradient = grad();
+  if (const auto* flat = engine::flat_shard_of(local)) {
+    return gradient.defined() ? put_together(*flat, gradient.detach(), "full_grad") : at::Tensor();
+  }
+  const auto& param = param_behind(local);
   return gradient.defined() ? put_together(param, gradient.detach(), "full_grad") : at::Tensor();
 }
 
 at::Tensor ShardedTensor::grad() const {
-  return param_behind(local).shard_gradient();
+  return engine::flat_shard_of(local) != nullptr ? local.grad() : param_behind(local).shard_gradient();
 }
 
 bool is_sharded(const at::Tensor& tensor) {
-  return engine::param_of(tensor) != nullptr && !engine::is_handle(tensor);
+  return engine::flat_shard_of(tensor) != nullptr ||
+         (engine::param_of(tensor) != nullptr && !engine::is_handle(tensor));
 }
 
 ShardedTensor sharded(const at::Tensor& shard) {
-  const auto& param = param_behind(shard);
+  const auto* flat = engine::flat_shard_of(shard);
+  const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(shard);
   const Mesh& mesh = param.bucket().options().mesh;
   std::vector<Placement> placements(mesh.ndim());
   placements.back().shard_dim = param.layout().dim();
+  if (flat != nullptr) {
+    const int64_t numel = flat->tensor().numel() * param.bucket().shard_group().size();
+    return {flat->tensor(), param.unit().display_name() + "._flat_param", {numel}, {1}, mesh, placements};
+  }
   return {param.shard(), param.name(), param.layout().sizes(), param.layout().strides(), mesh, placements};
 }
 

@@ -38,7 +38,8 @@ Tenant* tenant_of(const at::Tensor& tensor) {
 
 Param* param_of(const at::Tensor& tensor) {
   const Tenant* tenant = tenant_of(tensor);
-  return tenant == nullptr || tenant->role == Role::kGradient ? nullptr : tenant->param;
+  const bool of_one = tenant != nullptr && (tenant->role == Role::kHandle || tenant->role == Role::kShard);
+  return of_one ? tenant->param : nullptr;
 }
 
 Param* param_of_shard(const at::Tensor& tensor) {

@@ -22,6 +22,7 @@ inline constexpr c10::DispatchKey kInnerKey = c10::DispatchKey::CustomRNGKeyId;
 enum class Role : uint8_t {
   kHandle, ///< full shape; memory only while its unit is whole
   kShard, ///< this rank's piece, in the group's memory
+  kFlatShard, ///< this rank's pieces of all parameters of a flat bucket; `param` is the first
   kGradient ///< never any memory: stands in for a handle's gradient, which lives on the shard
 };
 

@@ -38,7 +38,8 @@ Unit::Unit(UnitSpec& spec)
       device_(spec.device),
       mesh_(spec.mesh),
       precision_(spec.precision),
-      offload_(spec.offload) {
+      offload_(spec.offload),
+      flat_(spec.flat) {
   set_name(spec.name);
   policy.reshard_after_forward = spec.reshard_after_forward.reshard();
   policy.reshard_to = spec.reshard_after_forward.ranks();
@@ -71,8 +72,8 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
   BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, extended};
   if (extended) {
     buckets_.push_back(std::make_unique<ExtendedBucket>(std::move(options)));
-  } else if (spec.flat_alignment) {
-    buckets_.push_back(std::make_unique<FlatBucket>(std::move(options)));
+  } else if (spec.flat) {
+    buckets_.push_back(std::make_unique<FlatBucket>(std::move(options), spec.flat->shown_as_one));
   } else {
     buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
   }
@@ -379,7 +380,7 @@ void Unit::before_shard_write(Param& param) {
     reshard();
   }
   runtime_->shards_change();
-  param.values_change();
+  param.bucket().values_change(param);
   param.bucket().begin_write(*this);
 }
 

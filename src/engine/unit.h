@@ -37,6 +37,12 @@ struct ParamSpec {
   ShardPlacement placement;
 };
 
+/// A unit's parameters are cut as one, laid one after another, and not each along a dimension.
+struct FlatCut {
+  int64_t alignment = 1; ///< bytes, of a multiple of which each parameter begins, in the dtype that it is gathered in
+  bool shown_as_one = false; ///< users see one flat shard in place of the parameters'
+};
+
 struct UnitSpec {
   std::string name;
   std::vector<ParamSpec> params;
@@ -45,9 +51,12 @@ struct UnitSpec {
   MixedPrecisionPolicy precision;
   std::optional<CPUOffloadPolicy> offload;
   ReshardAfterForward reshard_after_forward;
-  /// If set, the parameters are cut as one flat parameter, in which each begins at a multiple of so many elements.
-  std::optional<int64_t> flat_alignment = std::nullopt;
+  /// If set, the parameters are cut as one flat parameter.
+  std::optional<FlatCut> flat = std::nullopt;
 };
+
+/// When a unit's use in backward lets the next one be gathered.
+enum class NextInBackward : char { kNever, kWhenUsed, kWhenDone };
 
 /// What a unit does when; set by the user, read by runtime and reducer.
 struct UnitPolicy {
@@ -57,11 +66,14 @@ struct UnitPolicy {
   bool requires_gradient_sync = true;
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
+  bool keep_gradient_dtype = false; ///< shards get gradients in the dtype in which they were reduced
   bool prefetch_in_backward = true;
+  NextInBackward next_in_backward = NextInBackward::kWhenUsed;
   std::optional<int64_t> max_reductions; ///< in flight; of the units of one runtime, the most holds
   std::optional<double> divide_factor;
   std::vector<std::weak_ptr<Unit>> forward_prefetch;
   std::vector<std::weak_ptr<Unit>> backward_prefetch;
+  std::function<void(at::Tensor&)> all_reduce; ///< across replicas, by the user and with all that belongs to it
   std::function<void(at::Tensor&)> all_reduce_hook;
   std::optional<c10::Stream> all_reduce_hook_stream;
 };
@@ -97,6 +109,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   const std::optional<CPUOffloadPolicy>& offload_policy() const {
     return offload_;
+  }
+  const std::optional<FlatCut>& flat() const {
+    return flat_;
   }
   bool offloaded() const {
     return offload_.has_value();
@@ -292,6 +307,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   Mesh mesh_;
   MixedPrecisionPolicy precision_;
   std::optional<CPUOffloadPolicy> offload_;
+  std::optional<FlatCut> flat_;
   struct Exchange {
     CollectiveFn all_gather, reduce_scatter; // of the user's, or empty
     bool separate_reductions = false, backend_memory = false;

@@ -40,6 +40,15 @@ layout::ParamLayout cut_along_dimension(const ParamSpec& spec, int ranks) {
   return {tensor.sizes().vec(), std::move(strides), dim, ranks};
 }
 
+// Of the dtype in which they are computed with, which is not the stored one in mixed precision.
+int64_t alignment_in_elements(const UnitSpec& spec) {
+  if (spec.params.empty()) {
+    return 1;
+  }
+  const auto dtype = spec.precision.param_dtype.value_or(spec.params.front().tensor.scalar_type());
+  return std::max<int64_t>(1, spec.flat->alignment / static_cast<int64_t>(c10::elementSize(dtype)));
+}
+
 std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) {
   std::vector<int64_t> numels;
   std::vector<NamedDtype> dtypes;
@@ -48,7 +57,7 @@ std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) 
     dtypes.push_back({param.name, param.tensor.scalar_type()});
   }
   check_one_dtype(dtypes);
-  const layout::FlatLayout flat(std::move(numels), ranks, *spec.flat_alignment);
+  const layout::FlatLayout flat(std::move(numels), ranks, alignment_in_elements(spec));
   std::vector<layout::ParamLayout> parts;
   for (size_t i = 0; i < spec.params.size(); ++i) {
     const auto& param = spec.params[i];
@@ -60,7 +69,7 @@ std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) 
 } // namespace
 
 std::vector<layout::ParamLayout> Unit::layouts_of(const UnitSpec& spec) {
-  if (spec.flat_alignment) {
+  if (spec.flat) {
     return parts_of_flat(spec, spec.mesh.group(spec.mesh.ndim() - 1)->size());
   }
   std::vector<layout::ParamLayout> layouts;

@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 
 #include "engine/unit.h"
+#include "nn/fsdp_instance.h"
 #include "nn/registry.h"
 #include "nn/strangers.h"
 
@@ -24,6 +25,13 @@ at::Tensor cast(const at::Tensor& tensor, const std::optional<c10::ScalarType>& 
   return needed ? tensor.to(*dtype) : tensor;
 }
 
+// FullyShardedDataParallel says it of roots and of others apart.
+bool casts_inputs(const std::shared_ptr<engine::Unit>& unit) {
+  const auto instance = nn::instances::find(unit);
+  return unit->precision().cast_forward_inputs ||
+         (instance && unit->parent() == nullptr && instance->options.mixed_precision.cast_root_forward_inputs);
+}
+
 } // namespace
 
 Boundary::Boundary(ConstModuleRef given) {
@@ -34,7 +42,7 @@ Boundary::Boundary(ConstModuleRef given) {
     }
     const auto& precision = unit->precision();
     device_ = unit->device();
-    input_dtype_ = precision.cast_forward_inputs ? precision.param_dtype : std::nullopt;
+    input_dtype_ = casts_inputs(unit) ? precision.param_dtype : std::nullopt;
     output_dtype_ = precision.output_dtype;
   }
 }

@@ -9,8 +9,11 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/hidden_parameters.h"
 #include "nn/make_unit.h"
 #include "nn/recurrent.h"
 #include "nn/registry.h"
@@ -127,6 +130,40 @@ ModuleView view_of(const torch::jit::Module& module) {
   return view;
 }
 
+/// Where a module had registered a parameter before it was sharded.
+struct Place {
+  torch::nn::Module* module;
+  std::string name;
+  at::Tensor parameter;
+};
+
+std::vector<Place> places_of(const std::vector<torch::nn::Module*>& modules) {
+  std::vector<Place> places;
+  for (auto* module : modules) {
+    for (const auto& [path, each] : nn::modules_of(*module)) {
+      for (const auto& item : nn::registered_parameters(*each)) {
+        places.push_back({each, item.key(), item.value()});
+      }
+    }
+  }
+  return places;
+}
+
+// In the first of the unit's modules.
+void show_flat_shards(torch::nn::Module& module, const Unit& unit, const std::vector<Place>& places) {
+  for (const auto& place : places) {
+    Param* param = engine::param_of(place.parameter);
+    if (param != nullptr && param->bucket().flat_shard() != nullptr) {
+      nn::hidden_parameters::enter(*place.module, place.name, *param);
+    }
+  }
+  for (const auto& bucket : unit.buckets()) {
+    if (const auto* flat = bucket->flat_shard()) {
+      nn::registered_parameters(module).insert(nn::hidden_parameters::kFlatName, flat->tensor());
+    }
+  }
+}
+
 } // namespace
 
 FSDPModule fully_shard(ModuleRef module, const FullyShardOptions& options) {
@@ -156,9 +193,11 @@ std::shared_ptr<Unit> nn::make_unit(
     views.push_back(view_of(*module));
   }
   const bool any = std::any_of(views.begin(), views.end(), [](const auto& view) { return !view.slots.empty(); });
-  check_any(any, modules[0]->name());
+  check_any(any || flat, modules[0]->name());
   check_not_taken(views, options);
+  const auto places = places_of(modules);
   auto unit = make_unit(views, options, flat);
+  show_flat_shards(*modules[0], *unit, places);
   for (auto* module : modules) {
     strangers::note_ignored(unit, options.ignored_params);
     remember_handles_of_recurrent(*module, *unit);

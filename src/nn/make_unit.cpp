@@ -15,6 +15,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/same_values.h"
+#include "nn/slots.h"
 
 namespace fsdp::nn {
 
@@ -164,7 +165,17 @@ void check_placement_meshes(const Found& found, const Mesh& mesh) {
   }
 }
 
-// From now on the registered parameters are the shards.
+void check_hidable(const Found& found, const std::optional<FlatCut>& flat) {
+  for (const auto& slot : found.slots) {
+    FSDP_CHECK(
+        !flat || !flat->shown_as_one || slot.replace,
+        "[FullyShardedDataParallel] '{}' belongs to a module that reads its registered parameters, as ParameterList "
+        "does, so that no flat parameter can stand in its place: set use_orig_params = true",
+        slot.path);
+  }
+}
+
+// From now on the registered parameters are the shards, or there is one flat shard in their stead.
 void register_shards(const Found& found, const Unit& unit) {
   for (size_t i = 0; i < found.slots.size(); ++i) {
     const Slot& slot = found.slots[i];
@@ -173,7 +184,7 @@ void register_shards(const Found& found, const Unit& unit) {
       continue;
     }
     if (slot.replace) {
-      slot.replace(param->shard());
+      slot.replace(shown_in_place_of(*param));
     } else {
       param->note_handle_is_registered();
     }
@@ -189,12 +200,6 @@ void name_parameters(const std::vector<Slot>& slots) {
       param->set_name(slot.path);
     }
   }
-}
-
-// Of the dtype in which they are computed with, which is not the stored one in mixed precision.
-int64_t alignment_in_elements(int64_t bytes, const engine::ParamSpec& param, const MixedPrecisionPolicy& precision) {
-  const auto dtype = precision.param_dtype.value_or(param.tensor.scalar_type());
-  return std::max<int64_t>(1, bytes / static_cast<int64_t>(c10::elementSize(dtype)));
 }
 
 std::shared_ptr<Unit> make_unit(
@@ -216,9 +221,8 @@ std::shared_ptr<Unit> make_unit(
       options.mp_policy,
       offload != nullptr ? std::optional(*offload) : std::nullopt,
       options.reshard_after_forward};
-  if (flat && !spec.params.empty()) {
-    spec.flat_alignment = alignment_in_elements(flat->alignment, spec.params.front(), options.mp_policy);
-  }
+  spec.flat = flat;
+  check_hidable(found, flat);
   check_same_everywhere(spec, options.sync_module_states);
   if (options.sync_module_states) {
     std::vector<at::Tensor> buffers;

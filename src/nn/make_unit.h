@@ -9,12 +9,11 @@
 
 #include <fsdp/front_end.h>
 
+#include "engine/unit.h"
+
 namespace fsdp::nn {
 
-/// A unit's parameters are cut as one, laid one after another, and not each along a dimension.
-struct FlatCut {
-  int64_t alignment = 1; ///< bytes, of a multiple of which each parameter begins
-};
+using engine::FlatCut;
 
 /// One unit of the parameters of these modules, those excepted that are in units already. Collective.
 std::shared_ptr<engine::Unit> make_unit(

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "engine/flat_bucket.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 
@@ -36,7 +37,9 @@ bool has_one_of(const torch::nn::Module& module, const std::vector<std::weak_ptr
 
 bool has_shard_of(const torch::nn::Module& module, const engine::Unit& unit) {
   for (const auto& parameter : module.parameters(/*recurse=*/false)) {
-    if (const auto* param = engine::param_of(parameter); param != nullptr && &param->unit() == &unit) {
+    const auto* flat = engine::flat_shard_of(parameter);
+    const auto* param = flat != nullptr ? flat->bucket().params().front() : engine::param_of(parameter);
+    if (param != nullptr && &param->unit() == &unit) {
       return true;
     }
   }

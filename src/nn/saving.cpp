@@ -7,8 +7,10 @@
 #include <torch/csrc/jit/serialization/export.h>
 
 #include "base/check.h"
+#include "engine/flat_shard.h"
 #include "engine/param.h"
 #include "engine/tenant.h"
+#include "nn/hidden_parameters.h"
 
 namespace fsdp::nn {
 
@@ -25,6 +27,10 @@ std::string_view last_part(std::string_view path) {
 void check_holds_no_shards(const torch::jit::Module& archive) {
   for (const auto& item : archive.named_parameters(/*recurse=*/false)) {
     const engine::Param* param = engine::param_of_shard(item.value);
+    FSDP_CHECK(
+        engine::flat_shard_of(item.value) == nullptr || item.name != hidden_parameters::kFlatName,
+        "[torch::save] expected a module with whole parameters, got one with a flat parameter: the file would hold "
+        "this rank's share of it. Save fsdp::full_state_dict(model), or in the scope of summon_full_params");
     FSDP_CHECK(
         param == nullptr || last_part(param->name()) != item.name,
         "[torch::save] expected a module with whole parameters, got one where '{}' is sharded: the file would hold "

@@ -4,10 +4,13 @@
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
 
+#include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/hidden_parameters.h"
 #include "nn/registry.h"
 
 namespace fsdp::nn {
@@ -22,6 +25,15 @@ struct Registered : torch::nn::Module {
 bool reads_registered_parameters(const torch::nn::Module& module) {
   return dynamic_cast<const torch::nn::ParameterListImpl*>(&module) != nullptr ||
          dynamic_cast<const torch::nn::ParameterDictImpl*>(&module) != nullptr;
+}
+
+// Where it is then: others may have been registered meanwhile.
+std::function<void(const at::Tensor&)> replacer(torch::nn::Module& module, const std::string& name) {
+  return [&module, owner = module.weak_from_this().lock(), name](const at::Tensor& tensor) {
+    if (at::Tensor* place = registered_parameters(module).find(name)) {
+      *place = tensor;
+    }
+  };
 }
 
 std::string join_path(const std::string& prefix, const std::string& name) {
@@ -43,14 +55,17 @@ std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix)
   auto& own = registered_parameters(module);
   const bool handles_stay = reads_registered_parameters(module);
   for (auto& item : own) {
-    if (item.value().defined()) {
+    if (engine::flat_shard_of(item.value()) != nullptr) {
+      continue; // of parameters that have places of their own
+    }
+    if (!item.value().defined()) {
+      if (auto* param = hidden_parameters::find(module, item.key())) {
+        slots.push_back({join_path(prefix, item.key()), param->shard(), replacer(module, item.key())});
+      }
+    } else {
       std::function<void(const at::Tensor&)> replace;
-      if (!handles_stay) { // where it is then: others may have been registered meanwhile
-        replace = [&module, owner = module.weak_from_this().lock(), name = item.key()](const at::Tensor& tensor) {
-          if (at::Tensor* place = registered_parameters(module).find(name)) {
-            *place = tensor;
-          }
-        };
+      if (!handles_stay) {
+        replace = replacer(module, item.key());
       }
       slots.push_back({join_path(prefix, item.key()), item.value(), std::move(replace)});
     }
@@ -60,6 +75,22 @@ std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix)
     slots.insert(slots.end(), below.begin(), below.end());
   }
   return slots;
+}
+
+std::vector<Slot> flat_slots_of(torch::nn::Module& module) {
+  std::vector<Slot> slots;
+  for (const auto& [path, each] : modules_of(module)) {
+    at::Tensor* flat = registered_parameters(*each).find(hidden_parameters::kFlatName);
+    if (flat != nullptr && engine::flat_shard_of(*flat) != nullptr) {
+      const std::string name = hidden_parameters::kFlatName;
+      slots.push_back({join_path(path, name), *flat, replacer(*each, name)});
+    }
+  }
+  return slots;
+}
+
+at::Tensor shown_in_place_of(const engine::Param& param) {
+  return param.bucket().flat_shard() != nullptr ? at::Tensor() : param.shard();
 }
 
 std::vector<Slot> slots_of(const torch::jit::Module& module) {

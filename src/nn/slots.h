@@ -20,10 +20,15 @@ namespace fsdp::nn {
 torch::OrderedDict<std::string, at::Tensor>& registered_parameters(torch::nn::Module& module);
 const torch::OrderedDict<std::string, at::Tensor>& registered_parameters(const torch::nn::Module& module);
 
-/// All parameter slots of a module and its children, in the order of registration. Tied parameters have several. They
+/// All parameter slots of a module and its children, in the order of registration, as if no parameter were hidden. Tied parameters have several. They
 /// cannot be replaced where a module reads its registered parameters itself.
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");
 std::vector<Slot> slots_of(const torch::jit::Module& module);
+
+/// Of the flat shards that stand in modules in place of parameters, which `slots_of` gives.
+std::vector<Slot> flat_slots_of(torch::nn::Module& module);
+/// What stands in a sharded parameter's place: its shard, or nothing where users see a flat one.
+at::Tensor shown_in_place_of(const engine::Param& param);
 
 /// A module and all below it with their paths, parents first, as `named_modules` lists them. By reference: a module on
 /// the stack has no pointer to itself.

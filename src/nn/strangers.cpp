@@ -7,6 +7,7 @@
 #include <unordered_set>
 
 #include "base/check.h"
+#include "engine/flat_shard.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -30,7 +31,8 @@ Ignored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
 }
 
 bool is_stranger(const at::Tensor& parameter) {
-  return parameter.defined() && parameter.requires_grad() && engine::param_of(parameter) == nullptr;
+  return parameter.defined() && parameter.requires_grad() && engine::param_of(parameter) == nullptr &&
+         engine::flat_shard_of(parameter) == nullptr;
 }
 
 // Mostly there are none, and this is asked in each step: no name is put together, nothing copied.

@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "engine/flat_bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
@@ -31,7 +32,7 @@ using engine::Unit;
 struct SummonedParams::Impl {
   struct Replaced {
     Slot slot;
-    Param* param;
+    Param* param; ///< null: a flat shard, which nothing replaces
   };
 
   SummonOptions options;
@@ -44,6 +45,9 @@ struct SummonedParams::Impl {
   void hold(const std::shared_ptr<Unit>& unit);
   void gather_gradients(const Unit& unit);
   void show(const std::vector<Slot>& slots);
+  bool shows(const engine::FlatShard& flat) const {
+    return wholes.count(flat.bucket().params().front()) > 0;
+  }
   void restore();
   void give_back(Unit& unit);
   void write_back(Unit& unit, Param& param, const at::Tensor& whole) const;
@@ -115,6 +119,9 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
       slot.replace(found->second);
       replaced.push_back({slot, param});
+    } else if (const auto* flat = engine::flat_shard_of(slot.tensor); flat != nullptr && shows(*flat)) {
+      slot.replace({});
+      replaced.push_back({slot, nullptr});
     }
   }
 }
@@ -141,7 +148,7 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
   for (auto& [slot, param] : replaced) {
-    slot.replace(param->shard());
+    slot.replace(param != nullptr ? nn::shown_in_place_of(*param) : slot.tensor);
   }
   std::exception_ptr error; // of the first unit that fails; the others are given back all the same
   for (auto& unit : units) {
@@ -199,7 +206,9 @@ SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options)
   torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::strangers::check_none(module, "summon_full_params");
   nn::settle_replaced_shards(module);
-  const auto slots = nn::slots_of(module);
+  auto slots = nn::slots_of(module);
+  const auto flat_slots = nn::flat_slots_of(module);
+  slots.insert(slots.end(), flat_slots.begin(), flat_slots.end());
   const auto unit = nn::registry::find(module);
   const auto own = unit ? std::optional<FSDPModule>(unit) : std::nullopt;
   if (!options.recurse && !own) {

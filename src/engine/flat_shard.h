@@ -1,0 +1,58 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <fsdp/shown_shard.h>
+
+#include "engine/shard_itself.h"
+#include "engine/tenant.h"
+
+namespace fsdp::engine {
+
+class FlatBucket;
+class Param;
+
+/// The one tensor that users hold where a flat bucket's parameters are shown as one: this rank's whole share, in which
+/// the parameters' shards lie, the gaps between them and the padding zero. Optimizers see it, and it has the gradient.
+class FlatShard : public std::enable_shared_from_this<FlatShard> {
+ public:
+  explicit FlatShard(const FlatBucket& bucket);
+  ~FlatShard();
+  FlatShard(const FlatShard&) = delete;
+  FlatShard& operator=(const FlatShard&) = delete;
+
+  const at::Tensor& tensor() const {
+    return tensor_;
+  }
+  const FlatBucket& bucket() const {
+    return bucket_;
+  }
+  /// From now on it is this memory, which holds the parameters' shards; all else there becomes zero.
+  void lie_in(void* memory, std::shared_ptr<void> home, c10::Device device);
+  /// Users have put other data behind it since.
+  bool was_replaced() const {
+    return storage_._unsafe_get_target() != tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  }
+  /// A parameter's shard in what it is now, or in a tensor like it: its gradient.
+  at::Tensor part_of(const Param& param, const at::Tensor& flat) const;
+  /// Adds to the gradient, or becomes it; then runs the hooks that wait for it.
+  void give_gradient(const at::Tensor& gradient);
+  /// What the parameters' `ShownShard`s are.
+  std::shared_ptr<ShownShard> shown_for(const Param& param);
+
+ private:
+  const FlatBucket& bucket_;
+  at::Tensor tensor_;
+  ShardItself itself_{tensor_};
+  Tenant* tenant_ = nullptr; // owned by the storage, which lives as long as `storage_` is not expired
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+};
+
+/// Null for any other tensor.
+FlatShard* flat_shard_of(const at::Tensor& tensor);
+
+} // namespace fsdp::engine

@@ -1,0 +1,314 @@
+// What can be done with a module that FullyShardedDataParallel has sharded.
+
+#include "nn/fsdp_instance.h"
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/batchnorm.h>
+
+#include <fsdp/clip_grad_norm.h>
+#include <fsdp/sharded_tensor.h>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "engine/internal_scope.h"
+#include "engine/runtime.h"
+#include "nn/registry.h"
+#include "nn/slots.h"
+
+namespace fsdp {
+
+using engine::Unit;
+
+namespace nn::instances {
+
+namespace {
+
+std::mutex instances_mutex;
+// By unit: it dies with its module, whose address may be used again.
+std::map<std::weak_ptr<Unit>, std::shared_ptr<FSDPInstance::Impl>, std::owner_less<>> by_unit;
+
+} // namespace
+
+void enter(const std::shared_ptr<FSDPInstance::Impl>& instance) {
+  const std::lock_guard lock(instances_mutex);
+  std::erase_if(by_unit, [](const auto& item) { return item.first.expired(); });
+  by_unit[instance->weak_unit] = instance;
+}
+
+std::shared_ptr<FSDPInstance::Impl> find(const std::shared_ptr<Unit>& unit) {
+  const std::lock_guard lock(instances_mutex);
+  const auto found = by_unit.find(unit);
+  return found == by_unit.end() ? nullptr : found->second;
+}
+
+std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module) {
+  std::vector<std::shared_ptr<FSDPInstance::Impl>> found;
+  for (const auto& [path, each] : modules_of(module)) {
+    const auto unit = registry::find(*each);
+    if (auto instance = unit ? find(unit) : nullptr) {
+      found.push_back(std::move(instance));
+    }
+  }
+  return found;
+}
+
+} // namespace nn::instances
+
+std::shared_ptr<Unit> FSDPInstance::Impl::unit(const char* operation) const {
+  auto unit = weak_unit.lock();
+  FSDP_CHECK(unit, "[{}] the model of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
+  return unit;
+}
+
+torch::nn::Module& FSDPInstance::Impl::module(const char* operation) const {
+  const auto module = weak_module.lock(); // it is somebody's, who calls this
+  FSDP_CHECK(module, "[{}] the module of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
+  return *module;
+}
+
+namespace {
+
+using Impl = FSDPInstance::Impl;
+
+std::shared_ptr<Unit> root_of(std::shared_ptr<Unit> unit) {
+  while (unit->parent() != nullptr) {
+    unit = unit->parent()->shared_from_this();
+  }
+  return unit;
+}
+
+void check_root(const Unit& unit, const char* operation) {
+  FSDP_CHECK(
+      unit.parent() == nullptr,
+      "[{}] should only be called on the root FSDP instance, but '{}' lies below '{}': call it on the outermost one",
+      operation,
+      unit.display_name(),
+      unit.parent()->display_name());
+}
+
+bool is_hybrid(ShardingStrategy strategy) {
+  return strategy == ShardingStrategy::kHybridShard || strategy == ShardingStrategy::kHybridShardZero2;
+}
+
+bool is_called(const std::shared_ptr<Unit>& unit) {
+  const auto root = nn::instances::find(root_of(unit));
+  return root != nullptr && root->running_calls > 0;
+}
+
+void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
+  const bool summoned = unit->held > 0;
+  const char* state = summoned ? "SUMMON_FULL_PARAMS" : "FORWARD_BACKWARD";
+  FSDP_CHECK(
+      !summoned && !is_called(unit) && !unit->runtime().in_backward(),
+      "[{}] expected to be in states [IDLE] but current state is {}: call it between steps, outside of "
+      "summon_full_params",
+      operation,
+      state);
+}
+
+template <typename Attribute>
+void check_homogeneous(
+    const std::vector<std::shared_ptr<Impl>>& instances, const char* name, const Attribute& attribute) {
+  for (const auto& instance : instances) {
+    FSDP_CHECK(
+        attribute(instance->options) == attribute(instances[0]->options),
+        "[FullyShardedDataParallel] Expects one homogeneous value for {} but found both true and false: give all units "
+        "of a model the same",
+        name);
+  }
+}
+
+void cast_buffers(
+    torch::nn::Module& module,
+    std::optional<c10::ScalarType> dtype,
+    const std::vector<const torch::nn::Module*>& ignored) {
+  if (std::find(ignored.begin(), ignored.end(), &module) != ignored.end()) {
+    return;
+  }
+  const auto unit = nn::registry::find(module);
+  if (const auto instance = unit ? nn::instances::find(unit) : nullptr) {
+    dtype = instance->options.mixed_precision.buffer_dtype;
+  }
+  for (auto& buffer : module.buffers(/*recurse=*/false)) {
+    if (dtype && buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != *dtype) {
+      const engine::InternalScope scope;
+      buffer.set_data(buffer.to(*dtype));
+    }
+  }
+  for (const auto& child : module.children()) {
+    cast_buffers(*child, dtype, ignored);
+  }
+}
+
+// At the root's first call, when all units are there.
+void initialize(Impl& root) {
+  if (std::exchange(root.is_initialized, true)) {
+    return;
+  }
+  torch::nn::Module& module = root.module("forward");
+  const auto instances = nn::instances::below(module);
+  check_homogeneous(instances, "use_orig_params", [](const auto& options) { return options.use_orig_params; });
+  check_homogeneous(instances, "limit_all_gathers", [](const auto& options) { return options.limit_all_gathers; });
+  std::vector<const torch::nn::Module*> ignored;
+  for (const auto& each : root.options.ignored_modules) {
+    ignored.push_back(&each.for_operation("forward"));
+  }
+  cast_buffers(module, std::nullopt, ignored);
+}
+
+std::optional<c10::ScalarType> dtype_of_gradients(const std::vector<at::Tensor>& parameters) {
+  std::optional<c10::ScalarType> dtype;
+  for (const auto& parameter : parameters) {
+    if (const at::Tensor gradient = parameter.grad(); gradient.defined()) {
+      dtype = dtype ? c10::promoteTypes(*dtype, gradient.scalar_type()) : gradient.scalar_type();
+    }
+  }
+  return dtype;
+}
+
+} // namespace
+
+ModuleClasses MixedPrecision::batch_norms() {
+  return ModuleClasses::of<torch::nn::BatchNorm1dImpl, torch::nn::BatchNorm2dImpl, torch::nn::BatchNorm3dImpl>();
+}
+
+bool FSDPInstance::check_is_root() const {
+  return impl_->unit("check_is_root")->parent() == nullptr;
+}
+
+ShardingStrategy FSDPInstance::sharding_strategy() const {
+  return impl_->strategy;
+}
+
+const FSDPOptions& FSDPInstance::options() const {
+  return impl_->options;
+}
+
+FSDPModule FSDPInstance::unit() const {
+  return FSDPModule(impl_->unit("unit"));
+}
+
+at::Tensor FSDPInstance::clip_grad_norm_(double max_norm, double norm_type) const {
+  const auto unit = impl_->unit("clip_grad_norm_");
+  check_root(*unit, "clip_grad_norm_");
+  check_idle(unit, "clip_grad_norm_");
+  const auto parameters = fsdp::parameters(impl_->module("clip_grad_norm_"));
+  const at::Tensor norm = fsdp::clip_grad_norm_(parameters, max_norm, {.norm_type = norm_type});
+  const auto dtype = dtype_of_gradients(parameters);
+  if (!dtype) {
+    log::warn(
+        "[clip_grad_norm_] called on rank {} with no gradients -- returning the total norm in the default dtype "
+        "torch.float32",
+        log::rank());
+  }
+  return norm.to(dtype.value_or(c10::kFloat));
+}
+
+FSDPInstance::NoSync::NoSync(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {
+  const auto unit = impl_->unit("no_sync");
+  check_root(*unit, "no_sync");
+  check_idle(unit, "no_sync");
+  ++impl_->no_sync_guards;
+  FSDPModule(unit).set_requires_gradient_sync(false);
+}
+
+FSDPInstance::NoSync::~NoSync() {
+  const auto unit = impl_ ? impl_->weak_unit.lock() : nullptr;
+  if (unit && --impl_->no_sync_guards == 0) {
+    FSDPModule(unit).set_requires_gradient_sync(true);
+  }
+}
+
+FSDPInstance::NoSync FSDPInstance::no_sync() const {
+  return NoSync(impl_);
+}
+
+SummonedParams FSDPInstance::summon_full_params(const SummonOptions& options) const {
+  const auto unit = impl_->unit("summon_full_params");
+  FSDP_CHECK(
+      !is_called(unit) && !unit->runtime().in_backward(),
+      "[summon_full_params] Cannot manually unshard parameters during forward/backward: call it between steps");
+  FSDP_CHECK(
+      !options.with_grads || impl_->options.use_orig_params,
+      "[summon_full_params] with_grads is not supported where parameters are shown as one flat parameter: set "
+      "use_orig_params = true");
+  FSDP_CHECK(
+      !(options.with_grads && options.offload_to_cpu),
+      "[summon_full_params] with_grads and offload_to_cpu is not supported: leave one of them out");
+  FSDP_CHECK(
+      !(options.offload_to_cpu && impl_->strategy == ShardingStrategy::kNoShard),
+      "[summon_full_params] offload_to_cpu and kNoShard is not supported: every rank has all parameters as it is");
+  return fsdp::summon_full_params(impl_->module("summon_full_params"), options);
+}
+
+void FSDPInstance::apply(const std::function<void(torch::nn::Module&)>& function) const {
+  check_idle(impl_->unit("apply"), "apply");
+  torch::nn::Module& module = impl_->module("apply");
+  auto guard = fsdp::summon_full_params(module);
+  module.apply(function);
+  guard.end();
+}
+
+void FSDPInstance::register_comm_hook(CommHook hook) const {
+  const auto root = impl_->unit("register_comm_hook");
+  check_root(*root, "register_comm_hook");
+  FSDP_CHECK(hook, "[register_comm_hook] the hook is empty: give a function that fills its second argument");
+  const auto instances = nn::instances::below(impl_->module("register_comm_hook"));
+  for (const auto& instance : instances) {
+    FSDP_CHECK(
+        !is_hybrid(instance->strategy),
+        "[register_comm_hook] Communication hook is not supported for hybrid strategies: use kFullShard, kShardGradOp "
+        "or kNoShard");
+    FSDP_CHECK(
+        !instance->has_comm_hook,
+        "[register_comm_hook] A communication hook is already registered: one is all that a model can have");
+  }
+  for (const auto& instance : instances) {
+    const auto unit = instance->unit("register_comm_hook");
+    instance->has_comm_hook = true;
+    unit->policy.divide_factor = 1;
+    if (instance->strategy == ShardingStrategy::kNoShard) {
+      const auto reduce = [hook](at::Tensor& gradient) { hook(gradient, gradient); };
+      unit->policy.all_reduce = reduce;
+      if (unit->mesh().ndim() == 1) { // one rank, over which nothing is all-reduced
+        unit->reduce_through([reduce](at::Tensor& output, const at::Tensor& input, Group&) {
+          output.copy_(input);
+          reduce(output);
+        });
+      }
+    } else {
+      unit->reduce_through([hook](at::Tensor& output, const at::Tensor& input, Group&) { hook(input, output); });
+    }
+  }
+}
+
+FSDPInstance::Call::Call(const FSDPInstance& instance) {
+  const auto root = root_of(instance.impl_->unit("forward"));
+  impl_ = nn::instances::find(root);
+  if (impl_) { // else it is one that `fully_shard` has made
+    initialize(*impl_);
+    ++impl_->running_calls;
+  }
+}
+
+FSDPInstance::Call::~Call() {
+  if (impl_) {
+    --impl_->running_calls;
+  }
+}
+
+std::vector<FSDPInstance> fsdp_modules(ModuleRef module, bool root_only) {
+  std::vector<FSDPInstance> found;
+  for (const auto& instance : nn::instances::below(module.for_operation("fsdp_modules"))) {
+    if (!root_only || instance->unit("fsdp_modules")->parent() == nullptr) {
+      found.emplace_back(instance);
+    }
+  }
+  return found;
+}
+
+} // namespace fsdp

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <memory>
+
+#include <fsdp/fully_sharded_data_parallel.h>
+
+#include "engine/unit.h"
+
+namespace fsdp {
+
+/// What all copies of an instance share. It keeps neither the unit nor the module.
+struct FSDPInstance::Impl {
+  std::weak_ptr<engine::Unit> weak_unit;
+  std::weak_ptr<torch::nn::Module> weak_module; // of which the unit was made
+  FSDPOptions options;
+  ShardingStrategy strategy; // not the one asked for where there is one rank
+  int running_calls = 0; // where it is the root
+  int no_sync_guards = 0;
+  bool is_initialized = false; // as the root's first call does
+  bool has_comm_hook = false;
+
+  /// An Error of this operation's if the model is gone.
+  std::shared_ptr<engine::Unit> unit(const char* operation) const;
+  torch::nn::Module& module(const char* operation) const;
+};
+
+namespace nn::instances {
+
+void enter(const std::shared_ptr<FSDPInstance::Impl>& instance);
+/// Null for a unit that `fully_shard` made.
+std::shared_ptr<FSDPInstance::Impl> find(const std::shared_ptr<engine::Unit>& unit);
+/// Those of a module and of all below it, parents first.
+std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module);
+
+} // namespace nn::instances
+
+} // namespace fsdp
