@@ -1,8 +1,10 @@
 #pragma once
 
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -35,7 +37,11 @@ struct ModuleView {
 
 /// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
 /// (`show_as`) through which real ones come.
-FSDP_API FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardOptions& options);
+/// With `flat_alignment` they are cut as one flat parameter, in which each begins at a multiple of so many bytes.
+FSDP_API FSDPModule fully_shard(
+    const std::vector<ModuleView>& modules,
+    const FullyShardOptions& options,
+    std::optional<int64_t> flat_alignment = std::nullopt);
 
 /// True for handles and shards, and for views of them.
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
@@ -46,6 +52,8 @@ FSDP_API bool is_intact_handle(const at::Tensor& tensor);
 FSDP_API void restore_handle(const FSDPModule& module, const at::Tensor& handle);
 /// The module whose call of `fully_shard` took the parameter behind a shard or a handle.
 FSDP_API FSDPModule module_of(const at::Tensor& shard);
+/// Whether no other unit is above it.
+FSDP_API bool is_root(const FSDPModule& module);
 /// An error while parameters of the module have no values yet.
 FSDP_API void check_materialized(const FSDPModule& module);
 /// The handle of a shard; made anew if nobody holds it.
@@ -56,6 +64,8 @@ FSDP_API void follow_requires_grad(const at::Tensor& tensor);
 FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.
 FSDP_API void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
+/// The same where it is a tensor that has the shard's memory (`set_data`): its `replacement` is the shard itself now.
+FSDP_API void show_in_place(const at::Tensor& shard, std::shared_ptr<ShownShard> shown);
 
 /// What the program's language wants. Once, before all else.
 /// A lock that the program may hold when it calls the library (Python's GIL): `let_go` gives it up if this thread holds

@@ -1,4 +1,5 @@
 #include <fsdp/front_end.h>
+#include <fsdp/sharded_tensor.h>
 
 #include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
@@ -147,7 +148,8 @@ void take_back_gil(void* thread) {
 using Shards = std::vector<std::vector<std::optional<at::Tensor>>>;
 
 /// The unit, and for each module and each of its slots the shard that belongs there.
-std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, const FullyShardOptions& options) {
+std::pair<FSDPModule, Shards> shard_modules(
+    const std::vector<Listed>& modules, const FullyShardOptions& options, std::optional<int64_t> flat_alignment) {
   Shards shards(modules.size());
   std::vector<ModuleView> views;
   for (size_t i = 0; i < modules.size(); ++i) {
@@ -160,7 +162,7 @@ std::pair<FSDPModule, Shards> shard_modules(const std::vector<Listed>& modules, 
     }
     views.push_back(std::move(view));
   }
-  auto unit = fully_shard(views, options);
+  auto unit = fully_shard(views, options, flat_alignment);
   return {std::move(unit), std::move(shards)};
 }
 
@@ -177,7 +179,16 @@ void bind_front_end(py::module_& m) {
   py::class_<ExtendedShard, DTensorShard, std::shared_ptr<ExtendedShard>>(m, "ExtendedShard")
       .def(py::init<py::object, at::Tensor>(), py::arg("parameter"), py::arg("shard"))
       .def_property_readonly("shard", &ExtendedShard::shard);
-  m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), NoGil());
+  m.def(
+      "shard_modules",
+      &shard_modules,
+      py::arg("modules"),
+      py::arg("options"),
+      py::arg("flat_alignment") = py::none(),
+      NoGil());
+  m.def("is_root", &is_root, py::arg("unit"));
+  m.def(
+      "full_tensor", [](const at::Tensor& shard) { return sharded(shard).full_tensor(); }, py::arg("shard"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
   m.def("module_of", &module_of, py::arg("shard"));
   m.def("restore_handle", &restore_handle, py::arg("unit"), py::arg("handle"), NoGil());
@@ -193,6 +204,7 @@ void bind_front_end(py::module_& m) {
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
   m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));
   m.def("show_as", &show_as, py::arg("shard"), py::arg("shown"), NoGil());
+  m.def("show_in_place", &show_in_place, py::arg("shard"), py::arg("shown"), NoGil());
 }
 
 } // namespace fsdp::python

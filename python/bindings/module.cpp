@@ -11,6 +11,7 @@ PYBIND11_MODULE(_C, m) {
   python::bind_policy(m);
   python::bind_fully_shard(m);
   python::bind_front_end(m);
+  python::bind_plain_shard(m);
   python::bind_module_state(m);
   python::bind_summon(m);
   python::bind_describe(m);

@@ -63,6 +63,7 @@ void bind_policy(py::module_& m) {
       .def(
           "set_offload",
           [](FullyShardOptions& options, bool pin_memory) { options.offload_policy = CPUOffloadPolicy{pin_memory}; })
+      .def_readwrite("sync_module_states", &FullyShardOptions::sync_module_states)
       .def("set_placements", &set_placements);
 }
 

@@ -1,13 +1,34 @@
-"""Fully sharded data parallel training: ``fully_shard`` as PyTorch has it, on a C++ engine.
+"""Fully sharded data parallel training: ``fully_shard`` and ``FullyShardedDataParallel`` as PyTorch has them, on a C++
+engine.
 
-Replace ``from torch.distributed.fsdp import fully_shard`` by ``from libfsdp import fully_shard`` and keep the rest.
+Replace ``from torch.distributed.fsdp import`` by ``from libfsdp import`` and keep the rest.
 """
 
 from ._torch import check_torch
 
 check_torch()
 
+from torch.distributed.fsdp import (  # noqa: E402
+    BackwardPrefetch,
+    CPUOffload,
+    FlatParameter,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+
 from ._C import CommError, Error, __version__  # noqa: E402
+from ._fsdp1.module import FullyShardedDataParallel  # noqa: E402
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ._mesh import use_shared_memory  # noqa: E402
 from ._module import FSDPModule, UnshardHandle  # noqa: E402
@@ -15,21 +36,38 @@ from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolic
 from ._tools import clip_grad_norm_, describe, summon_full_params, trace  # noqa: E402
 
 __all__ = [
+    "BackwardPrefetch",
+    "clip_grad_norm_",
     "CommError",
+    "CPUOffload",
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
+    "describe",
     "Error",
+    "FlatParameter",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "fully_shard",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "UnshardHandle",
-    "__version__",
-    "clip_grad_norm_",
-    "describe",
-    "fully_shard",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
     "register_fsdp_forward_method",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
     "share_comm_ctx",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
     "summon_full_params",
     "trace",
+    "UnshardHandle",
     "use_shared_memory",
+    "__version__",
 ]

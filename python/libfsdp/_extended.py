@@ -19,7 +19,8 @@ from . import _C
 from ._layout import DataParallel, Layout
 from ._policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from ._registered import remember
-from ._sharded import Sharded, original_local
+from ._sharded import original_local
+from ._sharded_dtensor import DTensorSharded
 
 
 def is_extended(local: torch.Tensor) -> bool:
@@ -161,7 +162,7 @@ class GatherHooks:
         return self.sharded().parameter._local_tensor
 
 
-class Extended(Sharded):
+class Extended(DTensorSharded):
     """A sharded parameter whose shard is a tensor subclass. ``shown.shard`` is what the engine knows it by."""
 
     __slots__ = ("hooks",)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from ._layout import DataParallel, Layout
 from ._mesh import check_mesh, default_mesh
 from ._module import FSDPModule, sharded_class
 from ._policy import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
-from ._registered import sharded_behind
 from ._sharded import Sharded, local_of
+from ._sharded_dtensor import DTensorSharded
 from ._state import FSDPState, state_of
+from ._units import is_home, named_modules, places_of, sharded_elsewhere, slots_to_shard, view_of
 
 
 def fully_shard(
@@ -172,23 +173,6 @@ def _check_reshard(reshard_after_forward: Any, mesh: DeviceMesh, dims: DataParal
         )
 
 
-def _named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules from ``root`` down, except those that another composable API replicates."""
-    replicated: set[nn.Module] = set()
-    for path, module in root.named_modules():
-        if "replicate" in applied_to(module):
-            replicated.update(module.modules())
-        if module not in replicated:
-            yield path, module
-
-
-def named_slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    for path, module in _named_modules(root):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield f"{path}.{name}" if path else name, module, name, parameter
-
-
 def _placement(
     parameter: nn.Parameter, path: str, function: Callable[[nn.Parameter], Any] | None
 ) -> tuple[int, DeviceMesh | None]:
@@ -230,29 +214,15 @@ def _check_parameter(parameter: nn.Parameter, path: str) -> None:
         )
 
 
-def _slots_to_shard(root: nn.Module, ignored: set[nn.Parameter]) -> list[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Without what sharded modules below have left alone, unless it is a parameter of others too."""
-    slots = [slot for slot in named_slots(root) if slot[3] not in ignored]
-    decided = {module for child in root.modules() if state_of(child) for module in child.modules()}
-    others = {parameter for _, owner, _, parameter in slots if owner not in decided}
-    return [slot for slot in slots if slot[3] in others or _C.belongs_to_unit(local_of(slot[3]))]
-
-
 def _check_not_below(modules: list[nn.Module], slots: list[list[tuple]]) -> None:
     """An error if nothing is left to shard, because of a call on a module above."""
     decided = {module for each in modules for child in each.modules() if state_of(child) for module in child.modules()}
-    taken = [path for own in slots for path, owner, name, _ in own if owner not in decided and _is_home(owner, name)]
+    taken = [path for own in slots for path, owner, name, _ in own if owner not in decided and is_home(owner, name)]
     if taken:
         raise ValueError(
             f"fully_shard was called on a {type(modules[0]).__name__} whose parameters ({', '.join(taken)}) an earlier call "
             "on a module above it has sharded: call it on the blocks first, and on the whole model last"
         )
-
-
-def _is_home(owner: nn.Module, name: str) -> bool:
-    """Whether what is registered there is a sharded parameter that is shown there."""
-    sharded = getattr(owner._parameters, "sharded", {}).get(name)
-    return sharded is not None and owner._parameters[name] is sharded.parameter
 
 
 def _make_unit(
@@ -261,22 +231,19 @@ def _make_unit(
     views, slots = [], []
     planned: dict[nn.Parameter, _Plan] = {}
     for root in modules:
-        own = _slots_to_shard(root, ignored)
+        own = slots_to_shard(root, ignored)
         for slot in own:
             if slot[3] not in planned and not _C.belongs_to_unit(local_of(slot[3])):
                 planned[slot[3]] = _plan(slot, arguments, parallel)
-        below = [(path, state_of(child).unit) for path, child in _named_modules(root) if state_of(child)]
-        buffers = [buffer for _, child in _named_modules(root) for buffer in child.buffers(recurse=False)]
-        known = lambda parameter: planned[parameter].tensor if parameter in planned else local_of(parameter)  # noqa: E731
-        tensors = [(path, known(parameter)) for path, _, _, parameter in own]
-        views.append((type(root).__name__, tensors, below, buffers))
+        views.append(view_of(root, own, {parameter: plan.tensor for parameter, plan in planned.items()}))
         slots.append(own)
     if not planned:
         _check_not_below(modules, slots)
     options = _engine_options(arguments, parallel, [plan.placement for plan in planned.values()])
     unit, shards = _C.shard_modules(views, options)
     parallels = {plan.parallel.mesh: plan.parallel for plan in planned.values()} or {parallel.mesh: parallel}
-    return unit, _show(slots, shards, planned), list(parallels.values())
+    made = functools.partial(_sharded_for, planned)
+    return unit, places_of(slots, shards, made), list(parallels.values())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,31 +296,10 @@ def _engine_options(
     return options
 
 
-def _show(
-    slots: list[list[tuple]], shards: list[list[torch.Tensor | None]], planned: dict[nn.Parameter, _Plan]
-) -> list[tuple]:
-    """The places whose parameters the engine has sharded, each with what is to be shown there."""
-    shown: dict[torch.Tensor, Sharded] = {}
-    places = []
-    for own, own_shards in zip(slots, shards, strict=True):
-        for (_, owner, name, parameter), shard in zip(own, own_shards, strict=True):
-            if shard is None or _is_home(owner, name):
-                continue  # left alone, or shown by an earlier call
-            if shard not in shown:
-                shown[shard] = _sharded_for(shard, parameter, planned.get(parameter))
-            places.append((owner, name, shown[shard]))
-    return places
-
-
-def _sharded_for(shard: torch.Tensor, parameter: nn.Parameter, plan: _Plan | None) -> Sharded:
-    if plan is None:  # tied to a parameter of another unit
-        sharded = sharded_behind(_C.handle_of(shard))
-        if sharded is None:
-            raise RuntimeError(
-                f"fully_shard was given a parameter of shape {tuple(parameter.shape)} that an earlier call, which failed or "
-                "whose module is gone, has sharded: build the model anew"
-            )
-        return sharded
+def _sharded_for(planned: dict[nn.Parameter, _Plan], shard: torch.Tensor, parameter: nn.Parameter) -> Sharded:
+    plan = planned.get(parameter)
+    if plan is None:
+        return sharded_elsewhere(shard, parameter)
     if plan.hooks is not None:
         return Extended(shard, parameter, plan.layout, plan.hooks)
-    return Sharded(shard, parameter, plan.layout)
+    return DTensorSharded(shard, parameter, plan.layout)

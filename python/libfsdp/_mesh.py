@@ -50,16 +50,20 @@ def engine_mesh(*meshes: DeviceMesh, shards: bool = True) -> _C.Mesh:
     groups = [_group_of(mesh, dim, device) for mesh, dim in dims]
     names = [name for mesh in meshes for name in mesh.mesh_dim_names or ()]
     if not shards:
-        groups.append(_group_of_one())
+        groups.append(group_of_one())
         names.append("shard")
     return _C.Mesh(groups, names, device)
 
 
 def _group_of(mesh: DeviceMesh, dim: int, device: torch.device) -> _C.Group:
-    if mesh.size(dim) == 1:
-        return _group_of_one()  # which exchanges nothing
+    return group_of_one() if mesh.size(dim) == 1 else group_of(mesh.get_group(dim), device)
+
+
+def group_of(process_group: dist.ProcessGroup, device: torch.device) -> _C.Group:
+    if process_group.size() == 1:
+        return group_of_one()
     _let_gloo_finish_at_exit()
-    return _C.group_of(mesh.get_group(dim), device, _shared_memory)
+    return _C.group_of(process_group, device, _shared_memory)
 
 
 @functools.cache
@@ -73,8 +77,8 @@ def _let_gloo_finish_at_exit() -> None:
 
 
 @functools.cache
-def _group_of_one() -> _C.Group:
-    """The same one each time: meshes are equal if their groups are the same."""
+def group_of_one() -> _C.Group:
+    """It exchanges nothing. The same one each time: meshes are equal if their groups are the same."""
     return _C.group_of_one()
 
 

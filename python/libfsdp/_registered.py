@@ -58,7 +58,18 @@ class Registered(dict):
     def items(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         self._heed_wholes()
         waits = any(sharded.parameter.is_meta for sharded in self.sharded.values())
-        return self._items_that_get_values() if waits else super().items()
+        if waits:
+            return self._items_that_get_values()
+        others = self._listed_otherwise()
+        return {**dict(super().items()), **others}.items() if others else super().items()
+
+    def _listed_otherwise(self) -> dict[str, torch.Tensor]:
+        """Than by what is registered."""
+        return {
+            name: listed
+            for name, sharded in self.sharded.items()
+            if (listed := sharded.listed) is not sharded.parameter and self.get(name) is sharded.parameter
+        }
 
     def _items_that_get_values(self) -> Iterator[tuple[str, torch.Tensor | None]]:
         """``Module.to_empty`` gives them memory one after another."""
@@ -68,7 +79,8 @@ class Registered(dict):
 
     def values(self) -> ValuesView[torch.Tensor | None]:
         self._heed_wholes()
-        return super().values()
+        others = self._listed_otherwise()
+        return {**dict(super().items()), **others}.values() if others else super().values()
 
     def _heed_wholes(self) -> None:
         """Whoever lists parameters finds what users have set on what the module's code reads."""

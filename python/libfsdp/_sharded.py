@@ -1,8 +1,8 @@
-"""A sharded parameter in Python: the DTensor that is registered, and the handle that shadows it.
+"""A sharded parameter in Python: what is registered, and the handle that shadows it.
 
-``module._parameters[name]`` is the DTensor around this rank's shard; ``module.__dict__[name]`` is the handle, which
-normal attribute lookup finds first. So the module's own code reads the whole parameter, and ``parameters()``,
-``state_dict()`` and optimizers see the shard. Nothing is exchanged in a step.
+``module._parameters[name]`` stands for this rank's shard; ``module.__dict__[name]`` is the handle, which normal attribute
+lookup finds first. So the module's own code reads the whole parameter, and ``parameters()``, ``state_dict()`` and
+optimizers see the shard. Nothing is exchanged in a step.
 """
 
 import weakref
@@ -11,14 +11,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils.hooks import RemovableHandle
 
 from . import _C
-from ._layout import Layout
 from ._registered import Registered, remember, sharded_behind
 
 
@@ -51,52 +47,25 @@ def extended_of(parameter: torch.Tensor) -> "Sharded | None":
 
 
 class OnTheWhole:
-    """What users do to a whole parameter that concerns gradients, which the registered one gets; and what a DTensor has,
-    which PyTorch's programs find there. Holds no reference."""
+    """What users do to a whole parameter that concerns gradients, which the registered one gets. Holds no reference."""
+
+    methods: tuple[str, ...] = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__getstate__")
 
     def __init__(self, sharded: "Sharded"):
         self.sharded = weakref.ref(sharded)
         self.shadow, self.handle = weakref.ref(sharded.shadow), weakref.ref(sharded.handle)
 
-    methods = ("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "__getstate__")
-    of_dtensors = ("to_local", "full_tensor", "redistribute", "data_ptr", "device_mesh", "placements", "_local_tensor")
+    def divert(self) -> None:
+        for name in self.methods:
+            setattr(self.shadow(), name, getattr(self, name))
 
-    @staticmethod
-    def divert(sharded: "Sharded") -> None:
-        diverted = OnTheWhole(sharded)
-        for name in OnTheWhole.methods:
-            setattr(sharded.shadow, name, getattr(diverted, name))
-        if not isinstance(sharded.shadow, DTensor):
-            for name in ("to_local", "full_tensor", "redistribute", "data_ptr"):
-                setattr(sharded.shadow, name, getattr(diverted, name))
-            sharded.shadow.device_mesh, sharded.shadow.placements = sharded.mesh, sharded.placements
-        OnTheWhole.show_local(sharded)
-
-    @staticmethod
-    def show_local(sharded: "Sharded") -> None:
-        if not isinstance(sharded.shadow, DTensor):
-            sharded.shadow._local_tensor = sharded.parameter._local_tensor
+    def attributes(self) -> tuple[str, ...]:
+        """That the whole has of us."""
+        return self.methods
 
     def __getstate__(self) -> dict:
         """Of the tensor, for pickling: without these attributes."""
-        ours = OnTheWhole.methods + (() if isinstance(self.shadow(), DTensor) else OnTheWhole.of_dtensors)
-        return {name: value for name, value in vars(self.shadow()).items() if name not in ours}
-
-    def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.sharded().parameter.to_local(*args, **kwargs)
-
-    def full_tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self.sharded().parameter.full_tensor(*args, **kwargs)
-
-    def data_ptr(self) -> int:
-        """Programs that ask whether two tensors are one expect this error of tensors that have no address."""
-        try:
-            return torch.Tensor.data_ptr(self.shadow())
-        except RuntimeError as error:
-            raise NotImplementedError(str(error)) from None
-
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        return self.sharded().parameter.redistribute(*args, **kwargs)
+        return {name: value for name, value in vars(self.shadow()).items() if name not in self.attributes()}
 
     def requires_grad_(self, requires_grad: bool = True) -> torch.Tensor:
         self.sharded().parameter.requires_grad_(requires_grad)
@@ -118,17 +87,6 @@ class OnTheWhole:
         self.handle().grad = None
 
 
-class FilledLater(nn.Parameter):
-    """The handle of a parameter that had no values when it was sharded. What loaders note on the registered one, which they
-    fill (transformers: that it needs no initialization), is found on what the module's code reads."""
-
-    def __getattr__(self, name: str) -> Any:
-        sharded = sharded_behind(self)
-        if sharded is None or name not in vars(sharded.parameter):
-            raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
-        return vars(sharded.parameter)[name]
-
-
 def _leave_apart() -> None:
     """In place of an RNN's ``flatten_parameters``, which on a GPU wants addresses, of memory that is not there."""
 
@@ -136,90 +94,50 @@ def _leave_apart() -> None:
 class Sharded:
     """One parameter; tied ones share it. Refers to no module, so that modules are freed by reference counting."""
 
-    __slots__ = (
-        *("__weakref__", "around", "handle", "mesh", "parameter", "places", "placements", "shadow", "shape", "shown"),
-        *("stride", "unit"),
-    )
+    __slots__ = ("__weakref__", "handle", "parameter", "places", "shadow", "shape", "shown", "stride", "unit")
+    is_extended = False
+    around = None  # of what the module reads, if that is not the handle itself
 
-    def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout):
+    def __init__(self, shard: torch.Tensor):
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        self.mesh, self.placements, self.around = layout.mesh, layout.placements, layout.around
         self.handle, self.unit = _C.handle_of(shard), _C.module_of(shard)
-        like = original if isinstance(original, DTensor) else self.handle
-        self.shape, self.stride = like.shape, like.stride()
-        requires_grad = original.requires_grad
-        self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
-        self.shown = self._shown(shard)
-        _C.show_as(shard, self.shown)
-        if self.handle is not original:  # a new tensor, or what a DTensor wraps
-            self.handle._is_param = True
-            self.handle.requires_grad_(requires_grad)
-            original._fsdp_handle = self.handle  # it may be tied to parameters of other units
-        if shard.is_meta and type(self.handle) is nn.Parameter:
-            self.handle.__class__ = FilledLater
-        self._show_handle()
+
+    def _note(self) -> None:
+        """That the two tensors stand for this parameter."""
         remember(self.handle, self)
         remember(self.parameter, self)
-
-    def is_shown_as(self, tensor: torch.Tensor) -> bool:
-        return tensor is self.handle or tensor is self.parameter
-
-    is_extended = False
 
     @property
     def needs_whole(self) -> bool:
         """Whether there is nothing for the module's code to read before a first gather."""
         return False
 
-    def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
-        return shard
+    @property
+    def listed(self) -> torch.Tensor:
+        """What ``parameters()`` gives."""
+        return self.parameter
 
-    def _shown(self, shard: torch.Tensor) -> _C.DTensorShard:
-        return _C.DTensorShard(self.parameter)
-
-    def _as_parameter(self, shard: torch.Tensor, requires_grad: bool) -> nn.Parameter:
-        meta = TensorMeta(self.shape, self.stride, shard.dtype)
-        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-        parameter = nn.Parameter(DTensor(shard.detach(), spec, requires_grad=False), requires_grad)
-        parameter._local_tensor = shard  # itself: where its memory moves, the parameter follows
-        return parameter
-
-    def unsharded_on_meta(self) -> nn.Parameter:
-        """A parameter as the one that was sharded."""
-        whole = torch.empty(self.handle.shape, dtype=self.parameter.dtype, device="meta")
-        return nn.Parameter(self._around(whole), self.parameter.requires_grad)
+    def is_shown_as(self, tensor: torch.Tensor) -> bool:
+        return tensor is self.handle or tensor is self.parameter
 
     def _show_handle(self) -> None:
-        self.shadow = self._around_handle()
-        OnTheWhole.divert(self)
-
-    def _around_handle(self) -> torch.Tensor:
-        """What the module's code reads: the handle, or a DTensor through which gradients reach it."""
-        if self.around is None:
-            return self.handle
-        with torch.enable_grad():
-            shadow = self._around(self.handle)
-        shadow._is_param = True
-        return shadow
-
-    def _around(self, whole: torch.Tensor) -> torch.Tensor:
-        return whole if self.around is None else self.around.wrap(whole, self.shape, self.stride)
+        """Makes what the module's code reads."""
+        self.shadow = self.handle
+        OnTheWhole(self).divert()
 
     def as_given(self, whole: torch.Tensor) -> nn.Parameter:
         """In the memory of a plain tensor, a parameter as the one that was sharded."""
-        if self.around is None:
-            return whole
-        parameter = nn.Parameter(self._around(whole.detach()), whole.requires_grad)
-        if whole.grad is not None:
-            parameter.grad = self._around(whole.grad)
-        return parameter
+        return whole
+
+    def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
+        """What is registered from now on, of what users have put there."""
+        raise NotImplementedError
 
     def enter(self, module: nn.Module, name: str) -> None:
         """Puts the parameter and its shadow into their places."""
         if not self.is_at(module, name):
             self.places.append((weakref.ref(module), name))
         Registered.of(module).enter(name, self)
-        OnTheWhole.show_local(self)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
             module.__dict__["flatten_parameters"] = _leave_apart
@@ -288,18 +206,3 @@ class Sharded:
         self._show_handle_as_it_is()
         if name in module.__dict__:
             module.__dict__[name] = self.shadow
-
-    def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
-        if current.shape != self.shape:
-            raise ValueError(
-                f"the sharded parameter '{name}' has shape {tuple(self.shape)}, and a tensor of shape "
-                f"{tuple(current.shape)} was put in its place: put a whole one there, or a DTensor of that shape"
-            )
-        if not isinstance(current, DTensor):
-            return self._as_parameter(_C.piece_of(self.handle, current.detach()), current.requires_grad)
-        if current.device_mesh != self.mesh or tuple(current.placements) != self.placements:
-            raise ValueError(
-                f"the sharded parameter '{name}' lies on {self.mesh} as {self.placements}, and a DTensor on "
-                f"{current.device_mesh} as {tuple(current.placements)} was put in its place: redistribute it first"
-            )
-        return current

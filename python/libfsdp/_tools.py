@@ -1,6 +1,5 @@
 """What only libfsdp has."""
 
-import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._fully_shard import named_slots
-from ._registered import Registered, sharded_behind
+from ._registered import sharded_behind
 from ._sharded import local_of, shard_of
 from ._state import state_of
+from ._summon import summoned
+from ._units import named_slots
 
 
 def describe(module: nn.Module) -> _C.Description:
@@ -79,31 +79,14 @@ def summon_full_params(
     Collective at its beginning and at its end. Not between a forward and the end of its backward.
     """
     state = state_of(module)
-    slots, places = [], []
-    for path, owner, name, parameter in named_slots(module):
-        if _C.belongs_to_unit(local_of(parameter)) and (recurse or state is not None):
-            slots.append((path, local_of(parameter), functools.partial(_register_whole, owner, name)))
-            places.append((owner, name, Registered.of(owner).sharded[name]))
+    places = [
+        (path, owner, name)
+        for path, owner, name, parameter in named_slots(module)
+        if _C.belongs_to_unit(local_of(parameter)) and (recurse or state is not None)
+    ]
     only = None if recurse or state is None else state.unit
-    summoned = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)
-    for owner, name, sharded in places:
-        sharded.show_handle_in(owner, name)
-    try:
+    with summoned(places, only, writeback, rank0_only, offload_to_cpu, with_grads):
         yield
-    finally:
-        try:
-            summoned.end()
-        finally:
-            for owner, name, sharded in places:
-                sharded.show_handle_in(owner, name)
-                sharded.enter(owner, name)
-
-
-def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    registered = Registered.of(owner)
-    sharded = registered.sharded[name]
-    tensor._is_param = True
-    registered.exchange_quietly(name, sharded.as_given(tensor))
 
 
 @contextmanager

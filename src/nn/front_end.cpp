@@ -118,6 +118,10 @@ void expect_calls(const FSDPModule& module) {
   module.unit()->runtime().expect_calls();
 }
 
+bool is_root(const FSDPModule& module) {
+  return module.unit()->parent() == nullptr;
+}
+
 void check_materialized(const FSDPModule& module) {
   if (module.unit()->has_params_on_meta()) {
     module.unit()->check_materialized();
@@ -136,6 +140,14 @@ void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
   auto lock = param.unit().runtime().lock();
   engine::InternalScope scope;
   param.show_as(std::move(shown));
+}
+
+void show_in_place(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
+  auto& param = param_behind(shard, "show_in_place");
+  auto lock = param.unit().runtime().lock();
+  engine::InternalScope scope;
+  param.show_as(std::move(shown));
+  param.adopt_replacement();
 }
 
 } // namespace fsdp

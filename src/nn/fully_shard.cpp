@@ -210,8 +210,10 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
   return FSDPModule(nn::make_unit(modules, options));
 }
 
-FSDPModule fully_shard(const std::vector<ModuleView>& modules, const FullyShardOptions& options) {
-  return FSDPModule(nn::make_unit(modules, options));
+FSDPModule fully_shard(
+    const std::vector<ModuleView>& modules, const FullyShardOptions& options, std::optional<int64_t> flat_alignment) {
+  const auto flat = flat_alignment ? std::optional(nn::FlatCut{*flat_alignment}) : std::nullopt;
+  return FSDPModule(nn::make_unit(modules, options, flat));
 }
 
 FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {

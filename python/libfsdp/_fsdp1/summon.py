@@ -1,0 +1,96 @@
+"""Whole parameters in the wrappers below a module, for a while."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from .._summon import summoned
+from ._pytorch import TrainingState
+from .places import own_params
+from .state import instances_below, is_wrapper
+
+if TYPE_CHECKING:
+    from .module import FullyShardedDataParallel
+
+
+@contextlib.contextmanager
+def summon(
+    module: nn.Module,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    instances = instances_below(module) if recurse else [module] if is_wrapper(module) else []
+    with contextlib.ExitStack() as stack:
+        for instance in instances:
+            _check(instance, writeback, rank0_only, offload_to_cpu, with_grads)
+            stack.enter_context(_summon_own(instance, writeback, rank0_only, offload_to_cpu, with_grads))
+        yield
+
+
+@contextlib.contextmanager
+def _summon_own(
+    instance: "FullyShardedDataParallel", writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> Iterator[None]:
+    places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
+    writeback = writeback or (instance.sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
+    unit = instance._fsdp_state.unit
+    given = _give_empty_gradients(instance) if with_grads else []
+    with summoned(places, unit, writeback and not rank0_only, rank0_only, offload_to_cpu, with_grads):
+        instance._summoned = True
+        for part in given:
+            part.grad = None
+        try:
+            yield
+        finally:
+            instance._summoned = False
+
+
+def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:
+    """To this rank's parts without elements, which never have gradients, where other ranks are about to gather theirs."""
+    parts = list(dict.fromkeys(sharded.parameter for _, _, _, sharded in own_params(instance)))
+    there = torch.tensor([part.grad is not None for part in parts], dtype=torch.uint8, device=instance.compute_device)
+    if instance.world_size > 1:
+        dist.all_reduce(there, dist.ReduceOp.MAX, group=instance.process_group)
+    given = [part for part, is_there in zip(parts, there.tolist(), strict=True) if is_there and part.grad is None]
+    for part in given:
+        if part.numel() > 0:
+            raise RuntimeError(
+                "with_grads=True needs the gradient of a parameter on all ranks or on none, and this rank alone has none of a "
+                f"part of shape {tuple(part.shape)}: let the ranks drop gradients alike"
+            )
+        part.grad = torch.zeros_like(part)
+    return given
+
+
+def _check(
+    instance: "FullyShardedDataParallel", writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
+    if with_grads and (offload_to_cpu or not instance._use_orig_params):
+        raise NotImplementedError(
+            f"with_grads={with_grads}, use_orig_params={instance._use_orig_params}, offload_to_cpu={offload_to_cpu} is not "
+            "supported yet"
+        )
+    if offload_to_cpu and instance.sharding_strategy is ShardingStrategy.NO_SHARD:
+        raise NotImplementedError("offload_to_cpu=True and NO_SHARD is not supported yet")
+    if writeback and rank0_only:
+        raise NotImplementedError("writeback=True and rank0_only=True is not supported yet")
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "offload_to_cpu=True and rank0_only=False may result in the unsharded parameters being redundantly copied to "
+            "CPU memory for GPUs sharing the same CPU memory, which risks CPU OOM. We recommend using "
+            "offload_to_cpu=True with rank0_only=True.",
+            stacklevel=5,
+        )
+    if instance.training_state is TrainingState.FORWARD_BACKWARD:
+        raise AssertionError("Cannot manually unshard parameters during forward/backward")
+    if instance.training_state is TrainingState.SUMMON_FULL_PARAMS:
+        raise AssertionError("Cannot manually unshard parameters when already unsharding parameters")
