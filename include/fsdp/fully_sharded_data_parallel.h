@@ -143,8 +143,8 @@ FSDP_API FSDPInstance wrap_module(torch::nn::Module& module, const FSDPOptions& 
 }
 
 /// A module that is sharded in units, each cut as one flat parameter: `module` itself, and those below that
-/// `auto_wrap_policy` chooses. No module is replaced: it goes where a `Holder` goes, and `model->member` is what it was.
-/// Call it, or its `forward`: through `->` nothing is cast. Collective.
+/// `auto_wrap_policy` chooses. No module is replaced: it goes where a `Holder` goes, and `model->member` is what it
+/// was. Call it, or its `forward`: through `->` nothing is cast. Collective.
 template <typename Holder>
 class FullyShardedDataParallel : public Holder, public FSDPInstance {
  public:

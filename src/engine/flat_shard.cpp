@@ -48,8 +48,7 @@ class PartOfFlat final : public ShownShard {
 
 } // namespace
 
-FlatShard::FlatShard(const FlatBucket& bucket)
-    : bucket_(bucket), storage_(c10::intrusive_ptr<c10::StorageImpl>()) {
+FlatShard::FlatShard(const FlatBucket& bucket) : bucket_(bucket), storage_(c10::intrusive_ptr<c10::StorageImpl>()) {
   const at::Tensor& first = bucket.params().front()->shard();
   tensor_ = at::empty({0}, first.options().requires_grad(false));
   tensor_.set_requires_grad(first.requires_grad());

@@ -150,8 +150,8 @@ class alignas(64) Param {
   void stand_in_was_taken_off() {
     stands_in_ = false;
   }
-  /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it. The gradient of a flat shard, if
-  /// there is one.
+  /// Adds to the shard's gradient, or becomes it; then runs the hooks that wait for it. The gradient of a flat shard,
+  /// if there is one.
   void give_shard_gradient(at::Tensor gradient);
 
   // -- gradients

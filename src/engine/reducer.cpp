@@ -376,8 +376,7 @@ std::optional<Reducer::Delivery> Reducer::next_delivery() {
 void Reducer::start_copies(const Reduction& reduction) {
   const StreamGuard on_stream(reduction.unit->runtime().reduce_stream());
   for (const auto& [param, gradient] : reduction.gradients()) {
-    const auto dtype =
-        reduction.unit->policy.keep_gradient_dtype ? gradient.scalar_type() : param->shard_dtype();
+    const auto dtype = reduction.unit->policy.keep_gradient_dtype ? gradient.scalar_type() : param->shard_dtype();
     const auto on_host = at::TensorOptions().dtype(dtype).device(c10::kCPU).pinned_memory(true);
     at::Tensor copy = at::empty(gradient.sizes(), on_host);
     copied_.push_back({param, copy.copy_(gradient, /*non_blocking=*/true)});

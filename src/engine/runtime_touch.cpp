@@ -100,8 +100,7 @@ void Runtime::touch(const TouchedUnits& units, Phase phase) {
   for (const Unit* unit : fetching) {
     prefetch_listed(*unit, phase, training);
   }
-  if (noted != nullptr &&
-      (phase == Phase::kForward || noted->policy.next_in_backward == NextInBackward::kWhenUsed)) {
+  if (noted != nullptr && (phase == Phase::kForward || noted->policy.next_in_backward == NextInBackward::kWhenUsed)) {
     prefetch(*noted, phase, schedule);
   }
   for (Unit* unit : units) {

@@ -62,7 +62,8 @@ CommHook compressed(std::shared_ptr<Group> group, c10::ScalarType dtype, const c
 
 CommHook allreduce_hook(std::shared_ptr<Group> group) {
   check_group(group, "allreduce_hook");
-  return [group](const at::Tensor& gradient, at::Tensor& output) { average(gradient, output, *group, "allreduce_hook"); };
+  return
+      [group](const at::Tensor& gradient, at::Tensor& output) { average(gradient, output, *group, "allreduce_hook"); };
 }
 
 CommHook reduce_scatter_hook(std::shared_ptr<Group> group) {

@@ -58,13 +58,15 @@ std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module
 
 std::shared_ptr<Unit> FSDPInstance::Impl::unit(const char* operation) const {
   auto unit = weak_unit.lock();
-  FSDP_CHECK(unit, "[{}] the model of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
+  FSDP_CHECK(
+      unit, "[{}] the model of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
   return unit;
 }
 
 torch::nn::Module& FSDPInstance::Impl::module(const char* operation) const {
   const auto module = weak_module.lock(); // it is somebody's, who calls this
-  FSDP_CHECK(module, "[{}] the module of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
+  FSDP_CHECK(
+      module, "[{}] the module of this instance is gone: keep the model as long as what fsdp_modules gave", operation);
   return *module;
 }
 
@@ -98,7 +100,9 @@ bool is_called(const std::shared_ptr<Unit>& unit) {
 }
 
 void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
-  const bool summoned = unit->held > 0;
+  const auto& units = unit->runtime().units();
+  const bool summoned =
+      std::any_of(units.begin(), units.end(), [](const Unit* each) { return each != nullptr && each->held > 0; });
   const char* state = summoned ? "SUMMON_FULL_PARAMS" : "FORWARD_BACKWARD";
   FSDP_CHECK(
       !summoned && !is_called(unit) && !unit->runtime().in_backward(),

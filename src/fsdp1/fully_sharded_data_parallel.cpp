@@ -229,7 +229,7 @@ engine::NextInBackward next_in_backward(const FSDPOptions& options) {
     return engine::NextInBackward::kNever;
   }
   return *options.backward_prefetch == BackwardPrefetch::kBackwardPre ? engine::NextInBackward::kWhenUsed
-                                                                       : engine::NextInBackward::kWhenDone;
+                                                                      : engine::NextInBackward::kWhenDone;
 }
 
 std::shared_ptr<FSDPInstance::Impl> make_instance(

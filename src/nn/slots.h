@@ -20,8 +20,8 @@ namespace fsdp::nn {
 torch::OrderedDict<std::string, at::Tensor>& registered_parameters(torch::nn::Module& module);
 const torch::OrderedDict<std::string, at::Tensor>& registered_parameters(const torch::nn::Module& module);
 
-/// All parameter slots of a module and its children, in the order of registration, as if no parameter were hidden. Tied parameters have several. They
-/// cannot be replaced where a module reads its registered parameters itself.
+/// All parameter slots of a module and its children, in the order of registration, as if no parameter were hidden. Tied
+/// parameters have several. They cannot be replaced where a module reads its registered parameters itself.
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");
 std::vector<Slot> slots_of(const torch::jit::Module& module);
 

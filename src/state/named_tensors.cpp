@@ -6,8 +6,10 @@
 
 #include "base/check.h"
 #include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "nn/hidden_parameters.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -31,18 +33,20 @@ std::vector<NamedTensor> named_tensors(ModuleRef given, const char* operation) {
   torch::nn::Module& module = given.for_operation(operation);
   nn::settle_replaced_shards(module);
   std::vector<NamedTensor> all;
-  const auto add = [&](const std::string& path, const auto& tensors, bool buffers) {
-    for (const auto& item : tensors) {
-      if (item.value().defined()) {
-        const std::string name = path.empty() ? item.key() : path + "." + item.key();
-        all.push_back({name, item.value(), engine::param_of(item.value()), buffers});
-      }
+  const auto add = [&](const std::string& path, const std::string& key, const at::Tensor& tensor, bool is_buffer) {
+    if (tensor.defined() && engine::flat_shard_of(tensor) == nullptr) { // whose parameters have names of their own
+      all.push_back({path.empty() ? key : path + "." + key, tensor, engine::param_of(tensor), is_buffer});
     }
   };
   for (const auto& [path, each] : nn::modules_of(module)) {
     check_not_summoned(*each, operation);
-    add(path, nn::registered_parameters(*each), /*buffers=*/false);
-    add(path, each->named_buffers(/*recurse=*/false), /*buffers=*/true);
+    for (const auto& item : nn::registered_parameters(*each)) {
+      const auto* hidden = item.value().defined() ? nullptr : nn::hidden_parameters::find(*each, item.key());
+      add(path, item.key(), hidden != nullptr ? hidden->shard() : item.value(), /*is_buffer=*/false);
+    }
+    for (const auto& item : each->named_buffers(/*recurse=*/false)) {
+      add(path, item.key(), item.value(), /*is_buffer=*/true);
+    }
   }
   return all;
 }

@@ -1,6 +1,7 @@
 #include "state/optimizer_by_name.h"
 
 #include "base/check.h"
+#include "engine/flat_shard.h"
 #include "engine/tenant.h"
 
 namespace fsdp::state {
@@ -28,6 +29,11 @@ void OptimizerByName::check_params(const torch::optim::OptimizerParamGroup& grou
         "build optimizers after fully_shard, of fsdp::parameters(model)",
         operation,
         engine::param_of(tensor)->name());
+    FSDP_CHECK(
+        engine::flat_shard_of(tensor) == nullptr,
+        "[{}] the optimizer was given flat parameters, whose states have no parameters' names: build the model with "
+        "use_orig_params = true where optimizers' states are to be saved",
+        operation);
     FSDP_CHECK(
         by_leaf_.count(tensor.unsafeGetTensorImpl()) != 0,
         "[{}] the optimizer has a parameter of sizes {} that is not the module's: give the module of whose parameters "

@@ -77,7 +77,8 @@ class FlatShardCombinations : public ::testing::TestWithParam<Combination> {};
 
 TEST_P(FlatShardCombinations, TrainAsUnsharded) {
   const Trial trial = trial_of(GetParam());
-  const Arrangement arrangement = GetParam().hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{.shards = 3};
+  const Arrangement arrangement =
+      GetParam().hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{.shards = 3};
   const auto reference = train_unsharded(trial, arrangement);
   on_threads(arrangement.ranks(), [&] {
     Trial mine = trial;
@@ -210,7 +211,8 @@ TEST_P(FlatShards, MoveToOtherDtypesWithTheirModule) {
     as_one(*model);
     const auto before = model->forward(torch::ones({1, 3})).detach().clone();
     model->to(torch::kDouble);
-    EXPECT_TRUE(torch::allclose(model->forward(torch::ones({1, 3}, torch::kDouble)).detach(), before.to(torch::kDouble)));
+    EXPECT_TRUE(
+        torch::allclose(model->forward(torch::ones({1, 3}, torch::kDouble)).detach(), before.to(torch::kDouble)));
     EXPECT_EQ(model->parameters()[0].scalar_type(), torch::kDouble);
     EXPECT_EQ(model->weight.scalar_type(), torch::kDouble);
     model->forward(torch::ones({1, 3}, torch::kDouble)).sum().backward();
@@ -229,7 +231,10 @@ TEST(FlatShardErrors, DataOfAnotherSizeIsRefused) {
     as_one(*model);
     model->parameters()[0].set_data(torch::zeros({7}));
     EXPECT_TRUE(contains(
-        error_message([&] { model->forward(torch::ones({1, 3})); }), "the 4 elements of this rank's share are needed"));
+        error_message([&] {
+          model->forward(torch::ones({1, 3}));
+        }),
+        "the 4 elements of this rank's share are needed"));
   });
 }
 
@@ -264,6 +269,40 @@ TEST_P(FlatShards, GiveWayToWholeParametersInAGuard) {
     EXPECT_TRUE(named["0._flat_param"].equal(torch::full({1}, rank() == 0 ? 3.0 : 0.0)));
     EXPECT_TRUE(sharded(named["_flat_param"]).full_tensor().narrow(0, 0, 42).equal(torch::full({42}, 3.0)));
     EXPECT_TRUE((model[1]->as<torch::nn::Linear>()->weight * 1).equal(torch::full({7, 5}, 3.0)));
+  });
+}
+
+TEST_P(FlatShards, StateDictsHaveTheParametersUnderTheirOwnNames) {
+  on_threads(GetParam(), [] {
+    torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::Linear(7, 2));
+    StateDict wanted;
+    for (const auto& item : model->named_parameters()) {
+      torch::NoGradGuard no_grad;
+      item.value().copy_(torch::arange(item.value().numel()).view(item.value().sizes()) + 1);
+      wanted.insert(item.key(), item.value().detach().clone());
+    }
+    as_one(*model[0]);
+    as_one(*model);
+    const auto state = full_state_dict(model);
+    ASSERT_EQ(state.keys(), wanted.keys());
+    for (const auto& item : wanted) {
+      EXPECT_TRUE(state[item.key()].equal(item.value())) << item.key();
+    }
+    barrier();
+    {
+      torch::NoGradGuard no_grad;
+      for (auto& flat : model->parameters()) {
+        flat.zero_();
+      }
+    }
+    load_state_dict(model, state);
+    EXPECT_TRUE((model[0]->as<torch::nn::Linear>()->weight * 1).equal(wanted["0.weight"]));
+    const auto pieces = sharded_state_dict(model);
+    ASSERT_EQ(pieces.keys(), wanted.keys());
+    load_state_dict(model, pieces);
+    EXPECT_TRUE((model[1]->as<torch::nn::Linear>()->bias * 1).equal(wanted["1.bias"]));
+    torch::optim::SGD optimizer(model->parameters(), 0.1);
+    EXPECT_TRUE(contains(error_message([&] { full_optim_state_dict(model, optimizer); }), "use_orig_params = true"));
   });
 }
 

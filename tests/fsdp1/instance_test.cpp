@@ -36,7 +36,8 @@ FSDPOptions options_of(const Setting& setting) {
 
 std::vector<Setting> plain_settings() {
   std::vector<Setting> settings;
-  for (const auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kShardGradOp, ShardingStrategy::kNoShard}) {
+  for (const auto strategy :
+       {ShardingStrategy::kFullShard, ShardingStrategy::kShardGradOp, ShardingStrategy::kNoShard}) {
     for (const bool original : {false, true}) {
       for (const bool accumulates : {false, true}) {
         settings.push_back({strategy, original, accumulates});
@@ -319,8 +320,8 @@ TEST(InstanceErrors, OfCallsThatAreForTheRoot) {
     const auto inner = fsdp_modules(model)[1];
     EXPECT_TRUE(contains(error_message([&] { inner.clip_grad_norm_(1.0); }), "should only be called on the root"));
     EXPECT_TRUE(contains(error_message([&] { (void)inner.no_sync(); }), "should only be called on the root"));
-    EXPECT_TRUE(contains(
-        error_message([&] { inner.register_comm_hook(comm_hooks::allreduce_hook(world())); }), "on the root"));
+    EXPECT_TRUE(
+        contains(error_message([&] { inner.register_comm_hook(comm_hooks::allreduce_hook(world())); }), "on the root"));
     model.register_comm_hook(comm_hooks::reduce_scatter_hook(world()));
     EXPECT_TRUE(contains(
         error_message([&] { model.register_comm_hook(comm_hooks::reduce_scatter_hook(world())); }),
@@ -344,9 +345,7 @@ TEST(InstanceErrors, OfHybridStrategies) {
         error_message([&] { hybrid.register_comm_hook(comm_hooks::allreduce_hook(world())); }),
         "not supported for hybrid strategies"));
     EXPECT_TRUE(contains(
-        error_message([&] {
-          Wrapped model(two_layers(), {.process_group = world(), .device_mesh = default_mesh()});
-        }),
+        error_message([&] { Wrapped model(two_layers(), {.process_group = world(), .device_mesh = default_mesh()}); }),
         "Cannot pass both"));
   });
 }
@@ -359,8 +358,7 @@ TEST(InstanceErrors, OfFrozenParametersBesideOthers) {
       return layers;
     };
     EXPECT_TRUE(contains(
-        error_message([&] { Wrapped model(half_frozen()); }),
-        "has both parameters with requires_grad=True and False"));
+        error_message([&] { Wrapped model(half_frozen()); }), "has both parameters with requires_grad=True and False"));
     Wrapped model(half_frozen(), {.use_orig_params = true});
     EXPECT_FALSE(model->named_parameters()["0.bias"].requires_grad());
     EXPECT_TRUE(model->named_parameters()["0.weight"].requires_grad());
@@ -378,7 +376,10 @@ TEST(InstanceErrors, OfUnitsThatDoNotAgree) {
     });
     Wrapped model(two_layers(), options);
     EXPECT_TRUE(contains(
-        error_message([&] { model(torch::ones({1, 4})); }), "Expects one homogeneous value for use_orig_params"));
+        error_message([&] {
+          model(torch::ones({1, 4}));
+        }),
+        "Expects one homogeneous value for use_orig_params"));
   });
 }
 
@@ -394,24 +395,24 @@ TEST(InstanceErrors, OfIgnoredStates) {
     EXPECT_TRUE(contains(
         error_message([&] { Wrapped model(layers, {.ignored_modules = {*layers[0]}}); }),
         "should not include FSDP modules"));
-    EXPECT_TRUE(contains(
-        error_message([&] { Wrapped model(layers, {.auto_wrap_policy = linears()}); }), "already"));
+    EXPECT_TRUE(contains(error_message([&] { Wrapped model(layers, {.auto_wrap_policy = linears()}); }), "already"));
   });
 }
 
 TEST(InstanceErrors, OfSummonFullParams) {
   on_threads(2, [] {
     Wrapped flat(two_layers());
-    EXPECT_TRUE(contains(error_message([&] { (void)flat.summon_full_params({.with_grads = true}); }), "use_orig_params"));
-    EXPECT_TRUE(contains(
-        error_message([&] { (void)flat.summon_full_params({.rank0_only = true}); }), "writeback = false"));
+    EXPECT_TRUE(
+        contains(error_message([&] { (void)flat.summon_full_params({.with_grads = true}); }), "use_orig_params"));
+    EXPECT_TRUE(
+        contains(error_message([&] { (void)flat.summon_full_params({.rank0_only = true}); }), "writeback = false"));
     Wrapped original(two_layers(), {.use_orig_params = true});
     EXPECT_TRUE(contains(
         error_message([&] { (void)original.summon_full_params({.offload_to_cpu = true, .with_grads = true}); }),
         "is not supported"));
     Wrapped whole(two_layers(), {.sharding_strategy = ShardingStrategy::kNoShard});
-    EXPECT_TRUE(contains(
-        error_message([&] { (void)whole.summon_full_params({.offload_to_cpu = true}); }), "is not supported"));
+    EXPECT_TRUE(
+        contains(error_message([&] { (void)whole.summon_full_params({.offload_to_cpu = true}); }), "is not supported"));
   });
 }
 
