@@ -55,7 +55,12 @@ FlatShard::FlatShard(const FlatBucket& bucket) : bucket_(bucket), storage_(c10::
 }
 
 FlatShard::~FlatShard() {
-  if (tenant_ != nullptr && !storage_.expired()) {
+  leave_storage();
+}
+
+// Views of it may live on, as nobody's; or it dies just now, on another thread.
+void FlatShard::leave_storage() {
+  if (const auto storage = storage_.lock()) {
     tenant_->param = nullptr;
   }
 }
@@ -75,9 +80,7 @@ void FlatShard::lie_in(void* memory, std::shared_ptr<void> home, c10::Device dev
     end = begin + cut.length(param->rank());
   }
   flat.narrow(0, end, share[0] - end).zero_();
-  if (tenant_ != nullptr && !storage_.expired()) {
-    tenant_->param = nullptr; // views of the former memory may live on
-  }
+  leave_storage();
   take_data(tensor_, flat);
   tenant_ = tenant;
   storage_ = flat.storage().getWeakStorageImpl();

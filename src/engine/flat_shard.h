@@ -45,6 +45,8 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   std::shared_ptr<ShownShard> shown_for(const Param& param);
 
  private:
+  void leave_storage();
+
   const FlatBucket& bucket_;
   at::Tensor tensor_;
   ShardItself itself_{tensor_};
