@@ -12,7 +12,7 @@ namespace {
 std::optional<c10::ScalarType> dtype_of_gradients(const std::vector<at::Tensor>& parameters) {
   std::optional<c10::ScalarType> dtype;
   for (const auto& parameter : parameters) {
-    if (const at::Tensor gradient = parameter.grad(); gradient.defined()) {
+    if (const at::Tensor& gradient = parameter.grad(); gradient.defined()) {
       dtype = dtype ? c10::promoteTypes(*dtype, gradient.scalar_type()) : gradient.scalar_type();
     }
   }

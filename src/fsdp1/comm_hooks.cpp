@@ -32,12 +32,11 @@ void average(const at::Tensor& gradient, at::Tensor& output, Group& group, const
     group.all_reduce(output, ReduceOp::kSum, after, label)->wait();
     return;
   }
-  at::Tensor input = gradient;
-  input.div_(before);
+  gradient.div_(before);
   ReduceScatter args;
-  args.wholes = {input};
+  args.wholes = {gradient};
   args.slices = {output};
-  args.cuts = {{.numel = input.numel(), .chunk = output.numel()}};
+  args.cuts = {{.numel = gradient.numel(), .chunk = output.numel()}};
   args.divide_by = after;
   group.reduce_scatter(std::move(args), label)->wait();
 }

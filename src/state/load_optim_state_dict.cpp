@@ -63,19 +63,11 @@ void compare_groups(const OptimizerByName& optimizer, const Dict& dict, Lines& l
   }
 }
 
-c10::IntArrayRef sizes_of(const at::Tensor& whole) {
-  return whole.sizes();
-}
-
-c10::IntArrayRef sizes_of(const HeldTensor& held) {
-  return held.sizes;
-}
-
-bool covers(const at::Tensor& /*whole*/, const NamedTensor& /*param*/) {
+bool has_all_of(const at::Tensor& /*whole*/, const NamedTensor& /*param*/) {
   return true;
 }
 
-bool covers(const HeldTensor& there, const NamedTensor& param) {
+bool has_all_of(const HeldTensor& there, const NamedTensor& param) {
   const HeldTensor here = held(param.leaf());
   return layout::covers(state::as_piece(there), state::as_piece(here));
 }
@@ -107,10 +99,10 @@ void compare_state(const NamedTensor& param, const State& state, const KnownFiel
   for (const auto& [key, value] : state.tensors) {
     if (!known.has(key, /*tensor=*/true)) {
       lines.push_back(phrase("'{}' of '{}' is no tensor of this optimizer's", key, param.name));
-    } else if (sizes_of(value) != param.sizes()) {
-      lines.push_back(
-          phrase("'{}' has sizes {} in the model, its '{}' {}", param.name, param.sizes(), key, sizes_of(value)));
-    } else if (!covers(value, param)) {
+    } else if (state::sizes_of(value) != param.sizes()) {
+      lines.push_back(phrase(
+          "'{}' has sizes {} in the model, its '{}' {}", param.name, param.sizes(), key, state::sizes_of(value)));
+    } else if (!has_all_of(value, param)) {
       lines.push_back(phrase(
           "'{}' is cut in another way: this rank needs elements that were on others (full_optim_state_dict goes into "
           "any sharding)",
@@ -148,12 +140,12 @@ at::Tensor like_leaf(const at::Tensor& piece, const NamedTensor& param) {
   return state.copy_(piece);
 }
 
-at::Tensor piece_of(const at::Tensor& whole, const NamedTensor& param) {
+at::Tensor piece_for(const at::Tensor& whole, const NamedTensor& param) {
   const at::Tensor values = whole.detach();
   return param.param != nullptr ? fsdp::piece_of(param.leaf(), values) : values;
 }
 
-at::Tensor piece_of(const HeldTensor& there, const NamedTensor& param) {
+at::Tensor piece_for(const HeldTensor& there, const NamedTensor& param) {
   HeldTensor here = held(param.leaf());
   here.local = like_leaf(here.local.detach(), param);
   return layout::taken_from(state::as_piece(there), state::as_piece(here));
@@ -170,7 +162,7 @@ void load(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, co
     for (const auto& [key, outline] : item.value().tensors) {
       const auto value = value_for(item.key(), key, outline);
       const engine::InternalScope scope;
-      state.tensors[key] = like_leaf(piece_of(value, *param), *param);
+      state.tensors[key] = like_leaf(piece_for(value, *param), *param);
     }
   }
   for (const auto& group : dict.param_groups) {

@@ -39,6 +39,14 @@ bool is_first_rank(const std::vector<NamedTensor>& tensors);
 /// What this rank has of one.
 HeldTensor held(const NamedTensor& tensor, bool first_rank);
 
+/// Of the whole.
+inline c10::IntArrayRef sizes_of(const at::Tensor& whole) {
+  return whole.sizes();
+}
+inline c10::IntArrayRef sizes_of(const HeldTensor& held) {
+  return held.sizes;
+}
+
 inline layout::PieceOfWhole as_piece(const HeldTensor& held) {
   return {held.sizes, held.strides, held.extent, held.local};
 }

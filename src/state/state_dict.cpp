@@ -49,14 +49,6 @@ at::Tensor copy_of(const at::Tensor& tensor, const FullStateDictOptions& options
       /*copy=*/true);
 }
 
-c10::IntArrayRef sizes_of(const at::Tensor& whole) {
-  return whole.sizes();
-}
-
-c10::IntArrayRef sizes_of(const HeldTensor& held) {
-  return held.sizes;
-}
-
 // Empty if all can be loaded.
 template <typename Values>
 std::vector<std::string> complaints(
@@ -70,9 +62,9 @@ std::vector<std::string> complaints(
   }
   for (const auto& entry : entries) {
     const auto* value = state.find(entry.name);
-    if (value != nullptr && sizes_of(*value) != entry.sizes()) {
+    if (value != nullptr && state::sizes_of(*value) != entry.sizes()) {
       lines.push_back(
-          phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), sizes_of(*value)));
+          phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), state::sizes_of(*value)));
     }
   }
   return lines;
@@ -115,7 +107,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 
 void load(const NamedTensor& entry, const at::Tensor& value) {
   const c10::NoGradGuard no_grad;
-  const at::Tensor piece = entry.param != nullptr ? piece_of(entry.leaf(), value.detach()) : value;
+  const at::Tensor piece = entry.param != nullptr ? fsdp::piece_of(entry.leaf(), value.detach()) : value;
   at::Tensor(entry.leaf()).copy_(piece); // seen as every write
 }
 
