@@ -77,6 +77,12 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
         "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
         "state_dict",
         slot.path);
+    FSDP_CHECK(
+        param == nullptr || !param->unit().flat(),
+        "[clone] '{}' is part of a flat parameter, of which no copies are made: build and wrap a second model, and "
+        "give "
+        "it this one's values by full_state_dict and load_state_dict",
+        slot.path);
   }
   return recipes;
 }

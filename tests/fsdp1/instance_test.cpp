@@ -443,6 +443,18 @@ TEST(InstanceErrors, OfCallsInTheMiddleOfAForward) {
   });
 }
 
+TEST(InstanceErrors, OfClones) {
+  on_threads(2, [] {
+    for (const bool original : {false, true}) {
+      FullyShardedDataParallel<torch::nn::Linear> model(torch::nn::Linear(4, 4), {.use_orig_params = original});
+      EXPECT_TRUE(contains(
+          error_message([&] { clone(model, [] { return torch::nn::Linear(4, 4); }); }),
+          "is part of a flat parameter, of which no copies are made"));
+      EXPECT_EQ(model(torch::ones({1, 4})).numel(), 4);
+    }
+  });
+}
+
 TEST(Instance, ClipReturnsZeroWithoutGradients) {
   on_threads(2, [] {
     Wrapped model(two_layers());
