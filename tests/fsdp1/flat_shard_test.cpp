@@ -180,6 +180,28 @@ TEST_P(FlatShards, GradientsAreZeroInPaddingAndWhereNoneCame) {
   });
 }
 
+TEST_P(FlatShards, GradientsAreZeroBetweenParametersAndAfterThem) {
+  on_threads(GetParam(), [] {
+    torch::nn::Linear model(5, 7); // 35 elements, a gap of one, 7
+    as_one(*model, /*alignment=*/16);
+    const auto flat = model->parameters()[0];
+    for (int step = 0; step < 20; ++step) {
+      std::vector<at::Tensor> memory; // that will be used again, and is not zero
+      for (int i = 0; i < 8; ++i) {
+        memory.push_back(torch::full(flat.sizes(), 7.0));
+      }
+      memory.clear();
+      model->zero_grad();
+      model->forward(torch::ones({1, 5})).sum().backward();
+      for (int64_t i = 0; i < flat.numel(); ++i) {
+        const int64_t element = rank() * flat.numel() + i;
+        const bool of_a_parameter = element < 35 || (element >= 36 && element < 43);
+        ASSERT_EQ(flat.grad()[i].item<float>(), of_a_parameter ? 1 : 0) << element;
+      }
+    }
+  });
+}
+
 TEST_P(FlatShards, OfUnitsThatNobodyUsedHaveNoGradient) {
   on_threads(GetParam(), [] {
     torch::nn::Sequential model(torch::nn::Linear(3, 3), torch::nn::Linear(3, 3));
