@@ -122,6 +122,16 @@ bool is_root(const FSDPModule& module) {
   return module.unit()->parent() == nullptr;
 }
 
+void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype) {
+  engine::Unit& unit = *module.unit();
+  if (unit.precision().param_dtype != param_dtype) {
+    const WithoutCallersLock no_callers_lock;
+    const auto lock = unit.runtime().lock();
+    const engine::InternalScope scope;
+    unit.compute_in(param_dtype);
+  }
+}
+
 void check_materialized(const FSDPModule& module) {
   if (module.unit()->has_params_on_meta()) {
     module.unit()->check_materialized();
