@@ -56,8 +56,8 @@ FSDP_API FSDPModule module_of(const at::Tensor& shard);
 FSDP_API bool is_root(const FSDPModule& module);
 /// An error while parameters of the module have no values yet.
 FSDP_API void check_materialized(const FSDPModule& module);
-/// From now on its parameters are gathered in this dtype, and inputs cast to it; unset: in their own. Not between a
-/// forward and its backward. Collective where that changes.
+/// From now on its parameters are gathered in this dtype, and inputs cast to it; unset: in their own. A
+/// backward through what was recorded before is an error. Collective where that changes.
 FSDP_API void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);

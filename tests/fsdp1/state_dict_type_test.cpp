@@ -1,5 +1,7 @@
 // One setting for the form of a model's state dicts.
 
+#include <mutex>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,10 +17,10 @@ using Wrapped = FullyShardedDataParallel<torch::nn::Sequential>;
 using enum StateDictType;
 
 torch::nn::Sequential make_net(int seed) {
+  static std::mutex mutex; // ranks that are threads share one random number generator
+  const std::lock_guard lock(mutex);
   torch::manual_seed(seed);
-  torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 2));
-  barrier(); // nobody draws random numbers before all have their weights
-  return net;
+  return torch::nn::Sequential(torch::nn::Linear(3, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 2));
 }
 
 Wrapped make_wrapped(int seed, FSDPOptions options = {}) {
