@@ -22,8 +22,7 @@ namespace {
 using Impl = FSDPInstance::Impl;
 
 template <typename Attribute>
-void check_homogeneous(
-    const std::vector<std::shared_ptr<Impl>>& all, const char* name, const Attribute& attribute) {
+void check_homogeneous(const std::vector<std::shared_ptr<Impl>>& all, const char* name, const Attribute& attribute) {
   for (const auto& instance : all) {
     FSDP_CHECK(
         attribute(instance->options) == attribute(all[0]->options),

@@ -149,8 +149,9 @@ TEST_P(Products, TrainAsUnsharded) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, Products, ::testing::ValuesIn(products()), [](const auto& info) { return name_of(info.param); });
+INSTANTIATE_TEST_SUITE_P(All, Products, ::testing::ValuesIn(products()), [](const auto& info) {
+  return name_of(info.param);
+});
 
 // Over Gloo, on processes, a choice of each.
 TEST(ProductsOverGloo, TrainAsUnsharded) {
@@ -190,7 +191,9 @@ Subject skips() {
   Skips model;
   return subjects::subject_of(
       model.ptr(),
-      [model](int rank, int step) mutable { return model->forward(subjects::data(rank, step, {3, 6})).pow(2).mean(); },
+      [model](int rank, int step) mutable {
+        return model->forward(subjects::data(rank, step, {3, 6})).pow(2).mean();
+      },
       {model->first.ptr(), model->second.ptr()});
 }
 

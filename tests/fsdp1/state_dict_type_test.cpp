@@ -63,7 +63,8 @@ TEST_P(StateDictTypes, AreWholeValuesUnlessSetOtherwise) {
 TEST_P(StateDictTypes, GiveEachRankItsPieces) {
   on_threads(GetParam(), [] {
     for (const bool original : {false, true}) {
-      auto model = make_wrapped(1, {.use_orig_params = original}), other = make_wrapped(2, {.use_orig_params = original});
+      auto model = make_wrapped(1, {.use_orig_params = original}),
+           other = make_wrapped(2, {.use_orig_params = original});
       const auto guard = state_dict_type(model, kShardedStateDict, ShardedStateDictConfig{.offload_to_cpu = true});
       const auto state = state_dict(model);
       EXPECT_EQ(keys_of(state), whole_values(model).keys());
@@ -180,7 +181,8 @@ TEST(StateDictTypeErrors, SayWhatToDo) {
     const auto refusal = [&](const auto&... arguments) {
       return error_message([&] { set_state_dict_type(arguments...); });
     };
-    EXPECT_TRUE(contains(refusal(model, kShardedStateDict, FullStateDictConfig()), "Expected state_dict_config of type"));
+    EXPECT_TRUE(
+        contains(refusal(model, kShardedStateDict, FullStateDictConfig()), "Expected state_dict_config of type"));
     EXPECT_TRUE(contains(
         refusal(model, kFullStateDict, std::nullopt, ShardedOptimStateDictConfig()),
         "Expected optim_state_dict_config of type"));

@@ -407,8 +407,7 @@ TEST_P(OptimStateDicts, GiveAFlatParameterOneStateWithZerosWhereItsParametersHav
     const auto state = shown.state().state["turned"];
     EXPECT_EQ(state.scalars.at("step").toInt(), 2);
     expect_same(state.tensors.at("exp_avg"), torch::zeros({3, 4}), "turned");
-    expect_same(
-        shown.state().state["scale"].tensors.at("exp_avg"), dict.state["scale"].tensors.at("exp_avg"), "scale");
+    expect_same(shown.state().state["scale"].tensors.at("exp_avg"), dict.state["scale"].tensors.at("exp_avg"), "scale");
   });
 }
 
