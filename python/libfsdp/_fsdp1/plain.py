@@ -48,6 +48,11 @@ class PlainSharded(Sharded):
         self._note()
 
     @property
+    def piece(self) -> torch.Tensor:
+        """What this rank has of it."""
+        return self.parameter
+
+    @property
     def listed(self) -> torch.Tensor:
         """In a call of its wrapper, the whole."""
         return self.handle if self.calls.running else self.parameter
