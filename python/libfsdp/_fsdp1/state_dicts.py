@@ -22,6 +22,7 @@ from torch.distributed.fsdp import (
 from .. import _C
 from ._pytorch import FSDP_PREFIX
 from .buffers import saved_dtype
+from .flat import FlatState, PlaceOfPart, shown
 from .places import own_buffers, own_params
 from .state import instances_below
 
@@ -73,6 +74,19 @@ def type_for_a_while(module: nn.Module, *settings: Any) -> Iterator[None]:
         set_type(module, former.state_dict_type, former.state_dict_config, former.optim_state_dict_config)
 
 
+@contextlib.contextmanager
+def own_names(wrapper: nn.Module) -> Iterator[None]:
+    """Parameters that are hidden are registered under their own names, so that these are saved in their order."""
+    state = wrapper._fsdp_state
+    if not isinstance(state, FlatState) or wrapper._summoned:
+        yield
+        return
+    places = list(own_params(wrapper))
+    handles = {(owner, name): part.handle for _, owner, name, part in places}
+    with shown(state, places, handles.get):
+        yield
+
+
 def install_hooks(wrapper: nn.Module) -> None:
     wrapper._register_state_dict_hook(_show_wholes)
     wrapper.register_load_state_dict_pre_hook(_take_parts)
@@ -89,7 +103,7 @@ def _show_wholes(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
     wholes: dict[Any, torch.Tensor] = {}
     for path, _, _, sharded in own_params(wrapper):
         if sharded not in wholes:
-            wholes[sharded] = _C.full_tensor(sharded.parameter) if not wrapper._summoned else sharded.handle.detach().clone()
+            wholes[sharded] = _C.full_tensor(sharded.piece) if not wrapper._summoned else sharded.handle.detach().clone()
             if not wanted:
                 wholes[sharded] = torch.empty(0)
         if prefix + path in state_dict:
@@ -103,17 +117,54 @@ def _show_wholes(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
             del state_dict[key]
 
 
-def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Of whole values, what this rank has of the parameters."""
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + FSDP_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
-    for path, owner, name, sharded in own_params(wrapper):
+    if wrapper._summoned:
+        return
+    state, places = wrapper._fsdp_state, list(own_params(wrapper))
+    if isinstance(state, FlatState):
+        _take_parts_of_others(state, places, state_dict, prefix + FSDP_PREFIX, *arguments)
+        state.begin_loading(places)
+        return
+    for path, _, _, sharded in places:
         key = prefix + FSDP_PREFIX + path
         whole = state_dict.get(key)
-        if isinstance(whole, torch.Tensor) and whole.shape == sharded.shape and not wrapper._summoned:
+        if isinstance(whole, torch.Tensor) and whole.shape == sharded.shape:
             state_dict[key] = _C.piece_of(sharded.handle, whole.detach())
 
 
-def _clean_keys(_wrapper: nn.Module, incompatible: Any) -> None:
+@torch.no_grad()
+def _take_parts_of_others(
+    state: FlatState,
+    places: list[PlaceOfPart],
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    """Parameters that are tied to ones of another unit, which alone shows them."""
+    for path, _, _, part in places:
+        if part.flat is state.flat:
+            continue
+        whole = state_dict.pop(prefix + path, None)
+        if whole is not None:
+            part.piece.copy_(_C.piece_of(part.handle, whole.detach()))
+        elif strict:
+            missing_keys.append(prefix + path)
+
+
+def end_loading(root: nn.Module) -> None:
+    """Whatever an exception may have broken off."""
+    for instance in instances_below(root):
+        if isinstance(instance._fsdp_state, FlatState):
+            instance._fsdp_state.end_loading()
+
+
+def _clean_keys(wrapper: nn.Module, incompatible: Any) -> None:
+    end_loading(wrapper)
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(FSDP_PREFIX, "") for key in keys]
