@@ -35,13 +35,29 @@ struct ModuleView {
   std::vector<at::Tensor> buffers;
 };
 
+/// How parameters are laid one after another where they are cut as one.
+struct FlatView {
+  int64_t alignment = 1; ///< bytes, of a multiple of which each begins
+  bool shown_as_one = false; ///< nothing is put in the parameters' places; `flat_shard_of` is what users see
+};
+
 /// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
 /// (`show_as`) through which real ones come.
-/// With `flat_alignment` they are cut as one flat parameter, in which each begins at a multiple of so many bytes.
+/// With `flat` they are cut as one flat parameter.
 FSDP_API FSDPModule fully_shard(
     const std::vector<ModuleView>& modules,
     const FullyShardOptions& options,
-    std::optional<int64_t> flat_alignment = std::nullopt);
+    const std::optional<FlatView>& flat = std::nullopt);
+
+/// Of a unit whose parameters are shown as one: the tensor that has this rank's share of all of them. Undefined for any
+/// other unit, and for one without parameters.
+FSDP_API at::Tensor flat_shard_of(const FSDPModule& module);
+/// Users have put another tensor in its place: that is it from now on.
+FSDP_API void set_flat_shard(const FSDPModule& module, const at::Tensor& tensor);
+/// This rank's piece of the parameter behind a handle: a part of the flat shard, if there is one.
+FSDP_API at::Tensor shard_behind(const at::Tensor& handle);
+/// The flat shard as far as it shows this parameter; null if there is none.
+FSDP_API std::shared_ptr<ShownShard> shown_in_flat(const at::Tensor& handle);
 
 /// True for handles and shards, and for views of them.
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
@@ -100,6 +116,14 @@ class FSDP_API ModuleCall {
   ModuleCall(const ModuleCall&) = delete;
   ModuleCall& operator=(const ModuleCall&) = delete;
 };
+
+/// A flat unit's gradients are reduced by `hook` from now on, and not divided: it is given the whole flat gradient,
+/// padded to the same length for each rank, and leaves this rank's part of the result in the second tensor. Not
+/// `sharded` (the unit's mesh shards over one rank): both are the gradient.
+FSDP_API void set_comm_hook(
+    const FSDPModule& module, const std::function<void(const at::Tensor&, at::Tensor&)>& hook, bool sharded);
+/// Gradients of a unit's shards keep the dtype in which they were reduced.
+FSDP_API void set_keep_gradient_dtype(const FSDPModule& module, bool keep);
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);

@@ -1,5 +1,7 @@
 """``state_dict()`` and ``load_state_dict()`` of wrappers: values under the names of the unwrapped model, whole or in rows."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,10 +11,25 @@ from torch.distributed.fsdp import StateDictSettings, StateDictType
 from .. import _C
 from ._pytorch import FSDP_PREFIX
 from .buffers import saved_dtype
+from .flat import FlatState, PlaceOfPart, shown
 from .places import own_buffers, own_params
 from .plain import PlainSharded
 from .sharded_values import rows_of, whole_of
+from .state import instances_below
 from .state_dict_types import settings_in_use
+
+
+@contextlib.contextmanager
+def own_names(wrapper: nn.Module) -> Iterator[None]:
+    """Parameters that are hidden are registered under their own names, so that these are saved in their order."""
+    state = wrapper._fsdp_state
+    if not isinstance(state, FlatState) or wrapper._summoned:
+        yield
+        return
+    places = list(own_params(wrapper))
+    handles = {(owner, name): part.handle for _, owner, name, part in places}
+    with shown(state, places, handles.get):
+        yield
 
 
 def install_hooks(wrapper: nn.Module) -> None:
@@ -62,20 +79,58 @@ def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded, torch.Tenso
     return dict(zip(own, _C.full_tensors([(sharded.handle, None) for sharded in own], device), strict=True))
 
 
-def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Of whole values, or of rows, what this rank has of the parameters. Collective for rows."""
     _settings_of(wrapper)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + FSDP_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
-    for path, _, _, sharded in own_params(wrapper):
+    state, places = wrapper._fsdp_state, list(own_params(wrapper))
+    for key in (prefix + FSDP_PREFIX + path for path, *_ in places):
+        if isinstance(state_dict.get(key), torch.Tensor):
+            state_dict[key] = whole_of(state_dict[key], wrapper)
+    if wrapper._summoned:
+        return
+    if isinstance(state, FlatState):
+        _take_parts_of_others(state, places, state_dict, prefix + FSDP_PREFIX, *arguments)
+        state.begin_loading(places)
+        return
+    for path, _, _, sharded in places:
         key = prefix + FSDP_PREFIX + path
-        if not isinstance(state_dict.get(key), torch.Tensor):
+        whole = state_dict.get(key)
+        if isinstance(whole, torch.Tensor) and whole.shape == sharded.shape:
+            state_dict[key] = _C.piece_of(sharded.handle, whole)
+
+
+@torch.no_grad()
+def _take_parts_of_others(
+    state: FlatState,
+    places: list[PlaceOfPart],
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    """Parameters that are tied to ones of another unit, which alone shows them."""
+    for path, _, _, part in places:
+        if part.flat is state.flat:
             continue
-        whole = whole_of(state_dict[key], wrapper)
-        fits = whole.shape == sharded.shape and not wrapper._summoned
-        state_dict[key] = _C.piece_of(sharded.handle, whole) if fits else whole
+        whole = state_dict.pop(prefix + path, None)
+        if whole is not None:
+            part.piece.copy_(_C.piece_of(part.handle, whole.detach()))
+        elif strict:
+            missing_keys.append(prefix + path)
 
 
-def _clean_keys(_wrapper: nn.Module, incompatible: Any) -> None:
+def end_loading(root: nn.Module) -> None:
+    """Whatever an exception may have broken off."""
+    for instance in instances_below(root):
+        if isinstance(instance._fsdp_state, FlatState):
+            instance._fsdp_state.end_loading()
+
+
+def _clean_keys(wrapper: nn.Module, incompatible: Any) -> None:
+    end_loading(wrapper)
     for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
         keys[:] = [key.replace(FSDP_PREFIX, "") for key in keys]
