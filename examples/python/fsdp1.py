@@ -11,7 +11,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullStateDictConfig, StateDictType
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from libfsdp import FullyShardedDataParallel as FSDP
@@ -22,7 +22,6 @@ model = FSDP(
     nn.Transformer(64, 4, 2, 2, 256, dropout=0.0, batch_first=True),
     auto_wrap_policy=ModuleWrapPolicy({nn.TransformerEncoderLayer, nn.TransformerDecoderLayer}),
     device_id=torch.device("cpu"),
-    use_orig_params=True,
 )
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -39,7 +38,7 @@ for step in range(20):
     if dist.get_rank() == 0 and step % 5 == 4:
         print(f"step {step + 1}: loss {2 * loss.item():.6f}", flush=True)
 
-with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)):
+with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
     state = model.state_dict()
 if dist.get_rank() == 0:
     print(f"rank 0 has {len(state)} whole tensors, {sum(value.numel() for value in state.values())} numbers")
