@@ -407,8 +407,7 @@ TEST_P(OptimStateDicts, GiveAFlatParameterOneStateWithZerosWhereItsParametersHav
     const auto state = shown.state().state["turned"];
     EXPECT_EQ(state.scalars.at("step").toInt(), 2);
     expect_same(state.tensors.at("exp_avg"), torch::zeros({3, 4}), "turned");
-    expect_same(
-        shown.state().state["scale"].tensors.at("exp_avg"), dict.state["scale"].tensors.at("exp_avg"), "scale");
+    expect_same(shown.state().state["scale"].tensors.at("exp_avg"), dict.state["scale"].tensors.at("exp_avg"), "scale");
   });
 }
 
@@ -421,6 +420,21 @@ TEST_P(OptimStateDicts, WithDifferentNumbersInOneFlatParameterAreAnError) {
     const auto message = error_message([&] { load_optim_state_dict(shown.net, *shown.optimizer, dict); });
     EXPECT_TRUE(contains(message, "'scale' and 'turned' lie in one flat parameter")) << message;
     EXPECT_TRUE(shown.state().state.is_empty()) << "none was loaded";
+  });
+}
+
+TEST(OptimStateDictsErrors, SayThatARankHasNoStateOfWhatItHas) {
+  on_threads(2, [] {
+    for (const auto form : {Form::kRows, Form::kFlat, Form::kShown}) {
+      auto net = make(form, 0);
+      torch::optim::AdamW optimizer(net->parameters());
+      net->loss(rank(), 0).backward();
+      optimizer.step();
+      if (rank() == 1) {
+        optimizer.state().clear();
+      }
+      EXPECT_TRUE(contains(error_message([&] { full_optim_state_dict(net, optimizer); }), "rank 1 has no state of"));
+    }
   });
 }
 
