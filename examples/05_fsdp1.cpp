@@ -47,8 +47,9 @@ int main() {
   // Each block is a unit, what remains (the norm) is the root's. With use_orig_params = true, parameters() would have
   // the parameters' own names.
   fsdp::FullyShardedDataParallel<Net> model(
-      net, {.sharding_strategy = fsdp::ShardingStrategy::kFullShard,
-            .auto_wrap_policy = fsdp::ModuleWrapPolicy::of<BlockImpl>()});
+      net,
+      {.sharding_strategy = fsdp::ShardingStrategy::kFullShard,
+       .auto_wrap_policy = fsdp::ModuleWrapPolicy::of<BlockImpl>()});
   for (const auto& parameter : model->named_parameters()) {
     std::cout << "rank " + std::to_string(fsdp::rank()) + " keeps " + std::to_string(parameter.value().numel()) +
                      " numbers in " + parameter.key() + "\n";

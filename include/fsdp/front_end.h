@@ -35,13 +35,29 @@ struct ModuleView {
   std::vector<at::Tensor> buffers;
 };
 
+/// How parameters are laid one after another where they are cut as one.
+struct FlatView {
+  int64_t alignment = 1; ///< bytes, of a multiple of which each begins
+  bool shown_as_one = false; ///< nothing is put in the parameters' places; `flat_shard_of` is what users see
+};
+
 /// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
 /// (`show_as`) through which real ones come.
-/// With `flat_alignment` they are cut as one flat parameter, in which each begins at a multiple of so many bytes.
+/// With `flat` they are cut as one flat parameter.
 FSDP_API FSDPModule fully_shard(
     const std::vector<ModuleView>& modules,
     const FullyShardOptions& options,
-    std::optional<int64_t> flat_alignment = std::nullopt);
+    const std::optional<FlatView>& flat = std::nullopt);
+
+/// Of a unit whose parameters are shown as one: the tensor that has this rank's share of all of them. Undefined for any
+/// other unit, and for one without parameters.
+FSDP_API at::Tensor flat_shard_of(const FSDPModule& module);
+/// Users have put another tensor in its place: that is it from now on.
+FSDP_API void set_flat_shard(const FSDPModule& module, const at::Tensor& tensor);
+/// This rank's piece of the parameter behind a handle: a part of the flat shard, if there is one.
+FSDP_API at::Tensor shard_behind(const at::Tensor& handle);
+/// The flat shard as far as it shows this parameter; null if there is none.
+FSDP_API std::shared_ptr<ShownShard> shown_in_flat(const at::Tensor& handle);
 
 /// True for handles and shards, and for views of them.
 FSDP_API bool belongs_to_unit(const at::Tensor& tensor);
@@ -56,13 +72,18 @@ FSDP_API FSDPModule module_of(const at::Tensor& shard);
 FSDP_API bool is_root(const FSDPModule& module);
 /// An error while parameters of the module have no values yet.
 FSDP_API void check_materialized(const FSDPModule& module);
-/// From now on its parameters are gathered in this dtype, and inputs cast to it; unset: in their own. Not between a
-/// forward and its backward. Collective where that changes.
+/// From now on its parameters are gathered in this dtype, and inputs cast to it; unset: in their own. A
+/// backward through what was recorded before is an error. Collective where that changes.
 FSDP_API void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
 /// `requires_grad` was set on the handle or on what users are shown of the shard: the other follows.
 FSDP_API void follow_requires_grad(const at::Tensor& tensor);
+/// The wholes, on `device` of every rank, of what is cut as parameters are: each tensor comes with the parameter's
+/// shard or handle, and stands for the parameter's own values where it is unset. Those of one unit that follow one
+/// another travel together. Collective.
+FSDP_API std::vector<at::Tensor> full_tensors(
+    const std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>>& pieces, c10::Device device);
 /// This rank's piece of a whole parameter, as a tensor of its own.
 FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.
@@ -95,6 +116,14 @@ class FSDP_API ModuleCall {
   ModuleCall(const ModuleCall&) = delete;
   ModuleCall& operator=(const ModuleCall&) = delete;
 };
+
+/// A flat unit's gradients are reduced by `hook` from now on, and not divided: it is given the whole flat gradient,
+/// padded to the same length for each rank, and leaves this rank's part of the result in the second tensor. Not
+/// `sharded` (the unit's mesh shards over one rank): both are the gradient.
+FSDP_API void set_comm_hook(
+    const FSDPModule& module, const std::function<void(const at::Tensor&, at::Tensor&)>& hook, bool sharded);
+/// Gradients of a unit's shards keep the dtype in which they were reduced.
+FSDP_API void set_keep_gradient_dtype(const FSDPModule& module, bool keep);
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);

@@ -78,7 +78,8 @@ using AnyOptimStateDict = std::variant<OptimStateDict, ShardedOptimStateDict>;
 
 /// By the settings; with kNoShard whole values whatever they say. Collective, unless pieces are asked for.
 FSDP_API AnyStateDict state_dict(ModuleRef module);
-/// What `state_dict` has given under the same settings. Whole values go into any model, and pieces where they came from.
+/// What `state_dict` has given under the same settings. Whole values go into any model, and pieces where they came
+/// from.
 FSDP_API IncompatibleKeys
 load_state_dict(ModuleRef module, const AnyStateDict& state, const LoadStateDictOptions& options = {});
 FSDP_API AnyOptimStateDict optim_state_dict(ModuleRef module, const torch::optim::Optimizer& optimizer);

@@ -13,6 +13,7 @@ namespace fsdp::python {
 namespace py = pybind11;
 
 void bind_clip_grad_norm(py::module_& m);
+void bind_comm_hook(py::module_& m);
 void bind_describe(py::module_& m);
 void bind_error(py::module_& m);
 void bind_front_end(py::module_& m);

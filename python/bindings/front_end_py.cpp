@@ -149,7 +149,7 @@ using Shards = std::vector<std::vector<std::optional<at::Tensor>>>;
 
 /// The unit, and for each module and each of its slots the shard that belongs there.
 std::pair<FSDPModule, Shards> shard_modules(
-    const std::vector<Listed>& modules, const FullyShardOptions& options, std::optional<int64_t> flat_alignment) {
+    const std::vector<Listed>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
   Shards shards(modules.size());
   std::vector<ModuleView> views;
   for (size_t i = 0; i < modules.size(); ++i) {
@@ -162,7 +162,7 @@ std::pair<FSDPModule, Shards> shard_modules(
     }
     views.push_back(std::move(view));
   }
-  auto unit = fully_shard(views, options, flat_alignment);
+  auto unit = fully_shard(views, options, flat);
   return {std::move(unit), std::move(shards)};
 }
 
@@ -179,16 +179,27 @@ void bind_front_end(py::module_& m) {
   py::class_<ExtendedShard, DTensorShard, std::shared_ptr<ExtendedShard>>(m, "ExtendedShard")
       .def(py::init<py::object, at::Tensor>(), py::arg("parameter"), py::arg("shard"))
       .def_property_readonly("shard", &ExtendedShard::shard);
+  py::class_<FlatView>(m, "FlatView")
+      .def(
+          py::init([](int64_t alignment, bool shown_as_one) {
+            return FlatView{alignment, shown_as_one};
+          }),
+          py::arg("alignment"),
+          py::arg("shown_as_one"));
+  m.def("shard_modules", &shard_modules, py::arg("modules"), py::arg("options"), py::arg("flat") = py::none(), NoGil());
+  m.def("flat_shard_of", &flat_shard_of, py::arg("unit"));
   m.def(
-      "shard_modules",
-      &shard_modules,
-      py::arg("modules"),
-      py::arg("options"),
-      py::arg("flat_alignment") = py::none(),
-      NoGil());
+      "is_flat_shard",
+      [](const FSDPModule& unit, const at::Tensor& tensor) { return flat_shard_of(unit).is_same(tensor); },
+      py::arg("unit"),
+      py::arg("tensor"));
+  m.def("set_flat_shard", &set_flat_shard, py::arg("unit"), py::arg("tensor"), NoGil());
+  m.def("shard_behind", &shard_behind, py::arg("handle"));
+  m.def("shown_in_flat", &shown_in_flat, py::arg("handle"));
   m.def("is_root", &is_root, py::arg("unit"));
   m.def(
       "full_tensor", [](const at::Tensor& shard) { return sharded(shard).full_tensor(); }, py::arg("shard"), NoGil());
+  m.def("full_tensors", &full_tensors, py::arg("pieces"), py::arg("device"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
   m.def("module_of", &module_of, py::arg("shard"));
   m.def("restore_handle", &restore_handle, py::arg("unit"), py::arg("handle"), NoGil());

@@ -14,6 +14,7 @@ PYBIND11_MODULE(_C, m) {
   python::bind_plain_shard(m);
   python::bind_module_state(m);
   python::bind_summon(m);
+  python::bind_comm_hook(m);
   python::bind_describe(m);
   python::bind_clip_grad_norm(m);
   python::bind_trace(m);

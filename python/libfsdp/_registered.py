@@ -30,16 +30,23 @@ def sharded_behind(tensor: torch.Tensor | None) -> "Sharded | None":
     return sharded if sharded is not None and sharded.is_shown_as(tensor) else None
 
 
+def is_flat(tensor: torch.Tensor | None) -> bool:
+    """Whether it stands for several parameters, which are hidden."""
+    return getattr(tensor, "_is_flat_param", False)
+
+
 class Registered(dict):
     """Takes the place of ``module._parameters``. Where a parameter is exchanged for a while, as
     ``torch.func.functional_call`` does, what the module's code reads is exchanged with it."""
 
-    __slots__ = ("module", "sharded")
+    __slots__ = ("hidden", "module", "order", "sharded")
 
     def __init__(self, module: nn.Module):
         super().__init__(module._parameters)
         self.module = weakref.ref(module)
         self.sharded: dict[str, Sharded] = {}
+        self.hidden: dict[str, Sharded] = {}  # by the names that they had here: what is registered stands elsewhere
+        self.order = {name: place for place, name in enumerate(self)}
 
     @staticmethod
     def of(module: nn.Module) -> "Registered":
@@ -54,6 +61,32 @@ class Registered(dict):
             self.module().__dict__.pop(name, None)
         else:
             self.module().__dict__[name] = sharded.shadow
+
+    def hide(self, name: str, sharded: "Sharded") -> None:
+        """Nothing is registered there from now on. The module's code reads the handle."""
+        self.hidden[name] = sharded
+        dict.pop(self, name, None)
+        self.module().__dict__[name] = sharded.shadow
+
+    def show_hidden(self, tensors: dict[str, torch.Tensor]) -> None:
+        """In the places of hidden parameters, until they are hidden again."""
+        for name in tensors:
+            self.module().__dict__.pop(name, None)
+        items = self._in_order({**dict(super().items()), **tensors})
+        dict.clear(self)
+        dict.update(self, items)
+
+    def slots(self) -> Iterable[tuple[str, torch.Tensor | None]]:
+        """What stands for the parameters that belong here: what is registered, or the handles of those that are hidden."""
+        if not self.hidden:
+            return self.items()
+        own = {name: tensor for name, tensor in self.items() if not is_flat(tensor)}
+        return self._in_order({**{name: sharded.handle for name, sharded in self.hidden.items()}, **own}).items()
+
+    def _in_order(self, items: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+        """In which parameters were registered before they were sharded."""
+        last = len(self.order)
+        return dict(sorted(items.items(), key=lambda item: self.order.get(item[0], last)))
 
     def items(self) -> Iterable[tuple[str, torch.Tensor | None]]:
         self._heed_wholes()
@@ -105,6 +138,10 @@ class Registered(dict):
         return self[name] is not self.sharded[name].parameter and name in self.module().__dict__
 
     def __setitem__(self, name: str, tensor: torch.Tensor | None) -> None:
+        if name in self.hidden and name not in self:
+            self.module().__dict__[name] = self.hidden[name].shadow
+            self.hidden[name].heed_assignment(name, tensor)
+            return
         sharded, seen = self.sharded.get(name), self.module().__dict__
         if sharded is not None and name not in seen and (given := sharded_behind(tensor)):
             given.enter(self.module(), name)  # itself, as in ``module.weight += 1``, or another one to be tied to

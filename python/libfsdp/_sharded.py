@@ -137,10 +137,13 @@ class Sharded:
         """Puts the parameter and its shadow into their places."""
         if not self.is_at(module, name):
             self.places.append((weakref.ref(module), name))
-        Registered.of(module).enter(name, self)
+        self._register(Registered.of(module), name)
         if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
             module._flat_weights[module._flat_weights_names.index(name)] = self.shadow
             module.__dict__["flatten_parameters"] = _leave_apart
+
+    def _register(self, registered: Registered, name: str) -> None:
+        registered.enter(name, self)
 
     def is_at(self, module: nn.Module, name: str) -> bool:
         return any(reference() is module and at == name for reference, at in self.places)

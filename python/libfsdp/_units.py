@@ -7,7 +7,7 @@ from torch import nn
 
 from . import _C
 from ._composable import applied_to
-from ._registered import sharded_behind
+from ._registered import Registered, sharded_behind
 from ._sharded import Sharded, local_of
 from ._state import state_of
 
@@ -29,7 +29,8 @@ def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def named_slots(root: nn.Module) -> Iterator[Slot]:
     for path, module in named_modules(root):
-        for name, parameter in module._parameters.items():
+        registered = module._parameters
+        for name, parameter in registered.slots() if isinstance(registered, Registered) else registered.items():
             if parameter is not None:
                 yield f"{path}.{name}" if path else name, module, name, parameter
 

@@ -25,8 +25,11 @@ class PartOfFlat final : public ShownShard {
     return flat_->tensor().requires_grad();
   }
   void set_requires_grad(bool requires_grad) override {
-    at::Tensor tensor = flat_->tensor();
-    tensor.set_requires_grad(requires_grad);
+    FSDP_CHECK(
+        requires_grad == flat_->tensor().requires_grad(),
+        "[requires_grad] '{}' is part of a flat parameter, which is trained or frozen as a whole: set requires_grad on "
+        "that one, or shard with use_orig_params=True",
+        param_.name());
   }
   at::Tensor gradient() const override {
     const at::Tensor& gradient = flat_->tensor().grad();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -39,6 +40,10 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   bool was_replaced() const {
     return replaced_ ||
            storage_._unsafe_get_target() != tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  }
+  /// Users have put another tensor in its place.
+  void replace(at::Tensor tensor) {
+    tensor_ = std::move(tensor);
   }
   /// A parameter's shard in what it is now, or in a tensor like it: its gradient.
   at::Tensor part_of(const Param& param, const at::Tensor& flat) const;

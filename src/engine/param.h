@@ -211,7 +211,6 @@ class alignas(64) Param {
   void end_watching();
   void end_stand_in();
   void agree_on_requires_grad();
-  void check_flat_agrees(bool requires_grad) const;
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
   void take_off_stand_in(at::Tensor& gradient);

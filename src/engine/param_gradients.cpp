@@ -83,7 +83,6 @@ void Param::give_shard_gradient(at::Tensor gradient) {
 void Param::agree_on_requires_grad() {
   at::Tensor handle(handle_.lock());
   if (handle.requires_grad() != requires_grad_) {
-    check_flat_agrees(handle.requires_grad());
     shown_->set_requires_grad(handle.requires_grad());
   }
   const bool wanted = trainable();
@@ -94,20 +93,6 @@ void Param::agree_on_requires_grad() {
   if (wanted && !hooked_) {
     install_gradient_hooks(handle);
     hooked_ = true;
-  }
-}
-
-void Param::check_flat_agrees(bool requires_grad) const {
-  for (const Param* other : bucket_.flat_shard() != nullptr ? bucket_.params() : std::vector<Param*>()) {
-    const at::Tensor handle(other->handle_.lock());
-    FSDP_CHECK(
-        !handle.defined() || handle.requires_grad() == requires_grad,
-        "[requires_grad] '{}' was {} but '{}' was not, and both are parts of one flat parameter: set it of all that "
-        "'{}' has, or of what parameters() gives, or build the model with use_orig_params = true",
-        name_,
-        requires_grad ? "thawed" : "frozen",
-        other->name_,
-        unit_.display_name());
   }
 }
 

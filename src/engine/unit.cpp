@@ -426,13 +426,11 @@ void Unit::settle_replaced_shards() {
 }
 
 void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
-  FSDP_CHECK(
-      !runtime_->needs_old_values(),
-      "[forward] '{}' would compute in another dtype between a forward and the end of its backward: call train() or "
-      "eval() between steps",
-      display_name_);
   reshard();
   precision_.param_dtype = param_dtype;
+  for (auto& param : params_) {
+    param->values_change();
+  }
   for (auto& bucket : buckets_) {
     bucket->set_param_dtype(param_dtype);
     if (bucket->has_values()) {

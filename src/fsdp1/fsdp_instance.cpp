@@ -8,6 +8,7 @@
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
 
+#include <fsdp/front_end.h>
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
@@ -202,21 +203,9 @@ void FSDPInstance::register_comm_hook(CommHook hook) const {
         "[register_comm_hook] A communication hook is already registered: one is all that a model can have");
   }
   for (const auto& instance : instances) {
-    const auto unit = instance->unit("register_comm_hook");
     instance->has_comm_hook = true;
-    unit->policy.divide_factor = 1;
-    if (instance->strategy == ShardingStrategy::kNoShard) {
-      const auto reduce = [hook](at::Tensor& gradient) { hook(gradient, gradient); };
-      unit->policy.all_reduce = reduce;
-      if (unit->mesh().ndim() == 1) { // one rank, over which nothing is all-reduced
-        unit->reduce_through([reduce](at::Tensor& output, const at::Tensor& input, Group&) {
-          output.copy_(input);
-          reduce(output);
-        });
-      }
-    } else {
-      unit->reduce_through([hook](at::Tensor& output, const at::Tensor& input, Group&) { hook(input, output); });
-    }
+    set_comm_hook(
+        FSDPModule(instance->unit("register_comm_hook")), hook, instance->strategy != ShardingStrategy::kNoShard);
   }
 }
 

@@ -7,7 +7,10 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "engine/bucket.h"
+#include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
+#include "engine/put_together.h"
 #include "engine/running_calls.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
@@ -72,8 +75,73 @@ at::Tensor handle_of(const at::Tensor& shard) {
   return param.handle();
 }
 
+static engine::FlatShard* flat_shard_behind(const FSDPModule& module) {
+  for (const auto& bucket : module.unit()->buckets()) {
+    if (auto* flat = bucket->flat_shard()) {
+      return flat;
+    }
+  }
+  return nullptr;
+}
+
+at::Tensor flat_shard_of(const FSDPModule& module) {
+  const auto* flat = flat_shard_behind(module);
+  return flat != nullptr ? flat->tensor() : at::Tensor();
+}
+
+void set_flat_shard(const FSDPModule& module, const at::Tensor& tensor) {
+  auto* flat = flat_shard_behind(module);
+  FSDP_CHECK(flat != nullptr, "[set_flat_shard] the parameters of this module are not shown as one");
+  auto lock = module.unit()->runtime().lock();
+  flat->replace(tensor);
+}
+
+at::Tensor shard_behind(const at::Tensor& handle) {
+  return param_behind(handle, "shard_behind").shard();
+}
+
+std::shared_ptr<ShownShard> shown_in_flat(const at::Tensor& handle) {
+  const auto& param = param_behind(handle, "shown_in_flat");
+  auto* flat = param.bucket().flat_shard();
+  return flat != nullptr ? flat->shown_for(param) : nullptr;
+}
+
 void follow_requires_grad(const at::Tensor& tensor) {
   param_behind(tensor, "follow_requires_grad").follow_requires_grad();
+}
+
+static engine::PieceOf piece_behind(const at::Tensor& tensor, const std::optional<at::Tensor>& local) {
+  const auto& param = param_behind(tensor, "full_tensors");
+  param.unit().before_shard_read();
+  const engine::PieceOf piece{&param, local ? local->detach() : param.shard().detach()};
+  FSDP_CHECK(
+      piece.local.sizes() == param.shard().sizes(),
+      "[full_tensors] what this rank has of '{}' has sizes {}, so a tensor of sizes {} is not cut alike",
+      param.name(),
+      param.shard().sizes(),
+      piece.local.sizes());
+  return piece;
+}
+
+std::vector<at::Tensor> full_tensors(
+    const std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>>& pieces, c10::Device device) {
+  std::vector<at::Tensor> wholes;
+  std::vector<engine::PieceOf> together;
+  const auto travel = [&] {
+    const std::string name = together.empty() ? "" : together.front().param->name();
+    const auto arrived = engine::put_together(together, device, {"full_tensors", name});
+    wholes.insert(wholes.end(), arrived.begin(), arrived.end());
+    together.clear();
+  };
+  for (const auto& [tensor, local] : pieces) {
+    const engine::PieceOf piece = piece_behind(tensor, local);
+    if (!together.empty() && &together.front().param->bucket() != &piece.param->bucket()) {
+      travel();
+    }
+    together.push_back(piece);
+  }
+  travel();
+  return wholes;
 }
 
 at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
@@ -136,6 +204,28 @@ void check_materialized(const FSDPModule& module) {
   if (module.unit()->has_params_on_meta()) {
     module.unit()->check_materialized();
   }
+}
+
+void set_comm_hook(
+    const FSDPModule& module, const std::function<void(const at::Tensor&, at::Tensor&)>& hook, bool sharded) {
+  engine::Unit& unit = *module.unit();
+  unit.policy.divide_factor = 1;
+  if (sharded) {
+    unit.reduce_through([hook](at::Tensor& output, const at::Tensor& input, Group&) { hook(input, output); });
+    return;
+  }
+  const auto reduce = [hook](at::Tensor& gradient) { hook(gradient, gradient); };
+  unit.policy.all_reduce = reduce;
+  if (unit.mesh().ndim() == 1) { // one rank, over which nothing is all-reduced
+    unit.reduce_through([reduce](at::Tensor& output, const at::Tensor& input, Group&) {
+      output.copy_(input);
+      reduce(output);
+    });
+  }
+}
+
+void set_keep_gradient_dtype(const FSDPModule& module, bool keep) {
+  module.unit()->policy.keep_gradient_dtype = keep;
 }
 
 void copy_settings(const FSDPModule& from, const FSDPModule& to) {

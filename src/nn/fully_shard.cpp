@@ -212,9 +212,9 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
 }
 
 FSDPModule fully_shard(
-    const std::vector<ModuleView>& modules, const FullyShardOptions& options, std::optional<int64_t> flat_alignment) {
-  const auto flat = flat_alignment ? std::optional(nn::FlatCut{*flat_alignment}) : std::nullopt;
-  const auto unit = nn::make_unit(modules, options, flat);
+    const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
+  const auto cut = flat ? std::optional(nn::FlatCut{flat->alignment, flat->shown_as_one}) : std::nullopt;
+  const auto unit = nn::make_unit(modules, options, cut);
   if (unit->params().empty()) { // which has no handle that would keep it
     unit->runtime().keep(unit);
   }

@@ -123,7 +123,8 @@ class OneOfEachNumber {
     const auto& [other, others] = place->second;
     if (!is_first && *others != scalars) {
       lines.push_back(phrase(
-          "'{}' and '{}' lie in one flat parameter, but differ in 'step' or another number (use_orig_params = true keeps "
+          "'{}' and '{}' lie in one flat parameter, but differ in 'step' or another number (use_orig_params = true "
+          "keeps "
           "them apart)",
           other->name,
           param.name));

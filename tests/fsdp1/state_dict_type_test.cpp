@@ -1,5 +1,7 @@
 // One setting for the form of a model's state dicts.
 
+#include <mutex>
+
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -15,10 +17,10 @@ using Wrapped = FullyShardedDataParallel<torch::nn::Sequential>;
 using enum StateDictType;
 
 torch::nn::Sequential make_net(int seed) {
+  static std::mutex mutex; // ranks that are threads share one random number generator
+  const std::lock_guard lock(mutex);
   torch::manual_seed(seed);
-  torch::nn::Sequential net(torch::nn::Linear(3, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 2));
-  barrier(); // nobody draws random numbers before all have their weights
-  return net;
+  return torch::nn::Sequential(torch::nn::Linear(3, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 2));
 }
 
 Wrapped make_wrapped(int seed, FSDPOptions options = {}) {
@@ -61,7 +63,8 @@ TEST_P(StateDictTypes, AreWholeValuesUnlessSetOtherwise) {
 TEST_P(StateDictTypes, GiveEachRankItsPieces) {
   on_threads(GetParam(), [] {
     for (const bool original : {false, true}) {
-      auto model = make_wrapped(1, {.use_orig_params = original}), other = make_wrapped(2, {.use_orig_params = original});
+      auto model = make_wrapped(1, {.use_orig_params = original}),
+           other = make_wrapped(2, {.use_orig_params = original});
       const auto guard = state_dict_type(model, kShardedStateDict, ShardedStateDictConfig{.offload_to_cpu = true});
       const auto state = state_dict(model);
       EXPECT_EQ(keys_of(state), whole_values(model).keys());
@@ -178,7 +181,8 @@ TEST(StateDictTypeErrors, SayWhatToDo) {
     const auto refusal = [&](const auto&... arguments) {
       return error_message([&] { set_state_dict_type(arguments...); });
     };
-    EXPECT_TRUE(contains(refusal(model, kShardedStateDict, FullStateDictConfig()), "Expected state_dict_config of type"));
+    EXPECT_TRUE(
+        contains(refusal(model, kShardedStateDict, FullStateDictConfig()), "Expected state_dict_config of type"));
     EXPECT_TRUE(contains(
         refusal(model, kFullStateDict, std::nullopt, ShardedOptimStateDictConfig()),
         "Expected optim_state_dict_config of type"));

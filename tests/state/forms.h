@@ -102,6 +102,12 @@ inline void shard(OddNet& net, Form form) {
   fsdp::nn::make_unit({net.get()}, options, flat);
 }
 
+/// By a name that some unit might have taken.
+inline bool is_sharded_in(Form form, const std::string& name) {
+  const bool left_alone = name == "own" || (name == "frozen" && is_shown_as_one(form));
+  return form != Form::kUnsharded && !left_alone;
+}
+
 inline OddNet make(Form form, double begin) {
   OddNet net(begin);
   shard(net, form);

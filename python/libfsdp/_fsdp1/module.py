@@ -1,6 +1,7 @@
 """``FullyShardedDataParallel``: a module that wraps another, whose parameters are cut as one flat parameter."""
 
 import contextlib
+import copy
 import functools
 import os
 import warnings
@@ -24,17 +25,19 @@ from torch.distributed.fsdp import (
 from .. import _C
 from .._state import _cast_to, map_tensors
 from .._tools import clip_grad_norm_
-from . import refused, state_dicts
+from . import optimizer_legacy, optimizer_state_dicts, state_dict_types, state_dicts
 from ._pytorch import FSDP_PREFIX, TrainingState, auto_wrap, without_checkpoint
 from .buffers import cast_buffers
+from .copies import copy_values, copy_wrapped
 from .device import compute_device, managed_params, materialize
-from .groups import Groups, ProcessGroups
+from .groups import HYBRID, Groups, ProcessGroups
 from .ignored import Ignored
 from .state import instances_below, roots_below
 from .summon import summon
 from .unit import engine_options, make_unit
 
 HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers")
+SHARED_BY_COPIES = ("process_group", "_inter_node_pg", "_device_mesh", "_groups", "_comm_hook")
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -71,16 +74,17 @@ class FullyShardedDataParallel(nn.Module):
             warnings.warn(
                 f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=2
             )
-        self._check_supported(use_orig_params, mixed_precision)
+        self._check_supported(mixed_precision)
         self._ignored = Ignored.of(module, ignored_modules, ignored_states)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         groups = Groups.of(strategy, process_group, device_mesh, auto_wrap_policy is not None)
+        self._groups = groups
         self.process_group, self._inter_node_pg, self._device_mesh = groups.shard, groups.replicate, device_mesh
         self.rank, self.world_size = groups.shard.rank(), groups.shard.size()
         self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
-        self._state_dict_settings = state_dicts.default_settings()
+        self._state_dict_settings = state_dict_types.default_settings()
         self._summoned, self._is_prepared = False, False
         if auto_wrap_policy is not None:
             arguments = dict(
@@ -103,25 +107,25 @@ class FullyShardedDataParallel(nn.Module):
         params = managed_params(module, self._ignored.params)
         self.compute_device = compute_device(params, device_id, device_mesh)
         materialize(module, params, self._ignored.modules, param_init_fn, self.compute_device)
+        self._shard(module, sync_module_states)
+
+    def _shard(self, module: nn.Module, sync_module_states: bool = False) -> None:
         options = engine_options(
-            groups, self.sharding_strategy, self.compute_device, self.mixed_precision, self.cpu_offload, sync_module_states
+            self._groups,
+            self.sharding_strategy,
+            self.compute_device,
+            self.mixed_precision,
+            self.cpu_offload,
+            sync_module_states,
         )
-        state = make_unit(module, self._ignored, options, self.compute_device)
+        state = make_unit(module, self._ignored, options, self.compute_device, self._use_orig_params)
+        _C.set_keep_gradient_dtype(state.unit, self.mixed_precision.keep_low_precision_grads)
         self._fsdp_wrapped_module = module
         self.__dict__["_fsdp_state"] = state
         state_dicts.install_hooks(self)
 
     @staticmethod
-    def _check_supported(use_orig_params: bool, mixed_precision: MixedPrecision | None) -> None:
-        if not use_orig_params:
-            raise NotImplementedError(
-                "libfsdp's FullyShardedDataParallel does not have use_orig_params=False yet: pass use_orig_params=True"
-            )
-        if mixed_precision is not None and mixed_precision.keep_low_precision_grads:
-            raise NotImplementedError(
-                "libfsdp does not have MixedPrecision(keep_low_precision_grads=True) yet: gradients come in the parameters' "
-                "own dtype"
-            )
+    def _check_supported(mixed_precision: MixedPrecision | None) -> None:
         if mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
             raise NotImplementedError(
                 "libfsdp does not have FSDP_USE_FULL_PREC_IN_EVAL=1 yet: evaluate a model that was wrapped without "
@@ -299,11 +303,42 @@ class FullyShardedDataParallel(nn.Module):
             return norm.to(torch.float32)
         return norm.to(functools.reduce(torch.promote_types, dtypes))
 
-    def register_comm_hook(self, state: object, hook: Callable) -> NoReturn:
-        raise NotImplementedError(
-            "libfsdp's FullyShardedDataParallel does not have register_comm_hook yet: MixedPrecision(reduce_dtype=...) "
-            "reduces in lower precision"
-        )
+    def register_comm_hook(self, state: object, hook: Callable) -> None:
+        """Gradients are reduced by ``hook(state, gradient, part)`` from now on, which is given a wrapper's whole flat
+        gradient and leaves this rank's part of the result in ``part``; with ``NO_SHARD`` by ``hook(state, gradient)``."""
+        if not self.check_is_root():
+            raise AssertionError("register_comm_hook can only be called on a root instance.")
+        instances = instances_below(self)
+        for instance in instances:
+            if instance.sharding_strategy in HYBRID:
+                raise AssertionError(
+                    f"Communication hook is not supported for hybrid strategies: {instance.sharding_strategy}"
+                )
+            if instance._comm_hook is not None:
+                raise AssertionError("A communication hook is already registered")
+            if not callable(hook):
+                raise ValueError(f"The communication hook must be callable but got {hook}")
+        for instance in instances:
+            instance._reduce_by(functools.partial(hook, state))
+
+    _comm_hook: Callable | None = None
+
+    def _reduce_by(self, hook: Callable) -> None:
+        self._comm_hook = hook
+        sharded = self.sharding_strategy is not ShardingStrategy.NO_SHARD
+        _C.set_comm_hook(self._fsdp_state.unit, hook, sharded)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Of the unwrapped module, with whole values. Collective."""
+        with state_dicts.own_names(self):
+            return super().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole values under the names of the unwrapped module. Collective."""
+        try:
+            return super().load_state_dict(*args, **kwargs)
+        finally:
+            state_dicts.end_loading(self)
 
     @staticmethod
     def set_state_dict_type(
@@ -313,11 +348,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """For the wrappers in a module; returns what it was before."""
-        return state_dicts.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return state_dict_types.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        return state_dicts.get_type(module)
+        return state_dict_types.get_type(module)
 
     @staticmethod
     def state_dict_type(
@@ -327,13 +362,41 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """The same for a while."""
-        return state_dicts.type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return state_dict_types.type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> NoReturn:
+    optim_state_dict = staticmethod(optimizer_state_dicts.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer_state_dicts.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optimizer_legacy.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optimizer_legacy.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optimizer_legacy.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optimizer_legacy.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optimizer_legacy.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optimizer_legacy.rekey_optim_state_dict)
+
+    def _fqn_modifiers(self) -> NoReturn:
+        """Asked for by ``torch.distributed.checkpoint.state_dict`` alone, which would take parts for wholes."""
         raise NotImplementedError(
-            "libfsdp's FullyShardedDataParallel does not have copy.deepcopy yet: build and wrap a second model, and load "
-            "this one's state_dict() into it"
+            "torch.distributed.checkpoint.state_dict does not know libfsdp's FullyShardedDataParallel: within "
+            "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT, use model.state_dict() and "
+            "FSDP.optim_state_dict(model, optimizer); for loading, model.load_state_dict() and FSDP.optim_state_dict_to_load()"
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
+        """Wrapped in the same way, with the same values. Collective."""
+        self._assert_state([TrainingState.IDLE, TrainingState.FORWARD_BACKWARD])
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        own = (vars(twin).keys() | {"_fsdp_state", "_ignored"}) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+        for name, value in vars(self).items():
+            if name not in own:
+                vars(twin)[name] = value if name in SHARED_BY_COPIES else copy.deepcopy(value, memo)
+        module, twin._ignored = copy_wrapped(self, memo)
+        twin._shard(module)
+        _C.copy_settings(self._fsdp_state.unit, twin._fsdp_state.unit)
+        if self._comm_hook is not None:
+            twin._reduce_by(self._comm_hook)
+        copy_values(self._fsdp_state, twin._fsdp_state, memo)
+        return twin
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
         raise TypeError(
@@ -346,7 +409,3 @@ def _set_sync(instances: list[FullyShardedDataParallel], sync: bool) -> None:
     for instance in instances:
         instance._sync_gradients = sync
         instance._fsdp_state.unit.set_requires_gradient_sync(sync, False)
-
-
-for _name in refused.NAMES:
-    setattr(FullyShardedDataParallel, _name, staticmethod(refused.refusal(_name)))

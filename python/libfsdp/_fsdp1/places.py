@@ -5,8 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from .plain import PlainSharded
+from .._registered import Registered
 from ._pytorch import clean_tensor_name
+from .flat import Part
+from .plain import PlainSharded
 from .state import is_wrapper
 
 
@@ -21,11 +23,16 @@ def own_modules(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         todo.extend((f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None)
 
 
-def own_params(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module, str, PlainSharded]]:
+def own_params(wrapper: nn.Module) -> Iterator[tuple[str, nn.Module, str, PlainSharded | Part]]:
     for prefix, module in own_modules(wrapper):
-        for name, sharded in getattr(module._parameters, "sharded", {}).items():
-            if isinstance(sharded, PlainSharded) and module._parameters.get(name) is not None:
+        registered = module._parameters
+        if not isinstance(registered, Registered):
+            continue
+        for name, sharded in registered.sharded.items():
+            if isinstance(sharded, PlainSharded) and registered.get(name) is not None:
                 yield clean_tensor_name(prefix + name), module, name, sharded
+        for name, sharded in registered.hidden.items():
+            yield clean_tensor_name(prefix + name), module, name, sharded
 
 
 def own_buffers(wrapper: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

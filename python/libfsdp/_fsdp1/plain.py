@@ -4,7 +4,6 @@ import dataclasses
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from .. import _C
 from .._sharded import Sharded
@@ -17,16 +16,8 @@ class Calls:
     running: int = 0
 
 
-def whole_of(original: nn.Parameter, path: str) -> nn.Parameter:
+def whole_of(original: nn.Parameter) -> nn.Parameter:
     """What the engine is given: it becomes the handle, with which the module's code computes."""
-    if original.ndim == 0:
-        raise ValueError(
-            f"FSDP doesn't support scalar parameters. Change {path} to a 1D tensor with numel equal to 1."
-        )
-    if isinstance(original, DTensor):
-        raise NotImplementedError(
-            f"FullyShardedDataParallel does not take parameters that are DTensors yet, and '{path}' is one: fully_shard does"
-        )
     return nn.Parameter(original.detach(), original.requires_grad)
 
 
@@ -46,6 +37,11 @@ class PlainSharded(Sharded):
         _C.show_in_place(shard, self.shown)
         self._show_handle()
         self._note()
+
+    @property
+    def piece(self) -> torch.Tensor:
+        """What this rank has of it."""
+        return self.parameter
 
     @property
     def listed(self) -> torch.Tensor:

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from .._summon import summoned
+from . import flat
 from ._pytorch import TrainingState
+from .flat import FlatState
 from .places import own_params
 from .state import instances_below, is_wrapper
 
@@ -40,11 +42,16 @@ def summon(
 def _summon_own(
     instance: "FullyShardedDataParallel", writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
-    places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
+    state = instance._fsdp_state
     writeback = writeback or (instance.sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
-    unit = instance._fsdp_state.unit
+    writeback = writeback and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
-    with summoned(places, unit, writeback and not rank0_only, rank0_only, offload_to_cpu, with_grads):
+    if isinstance(state, FlatState):
+        showing = flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
+    else:
+        places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
+        showing = summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads)
+    with showing:
         instance._summoned = True
         for part in given:
             part.grad = None

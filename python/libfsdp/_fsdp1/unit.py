@@ -1,17 +1,21 @@
 """Makes one flat unit of what a wrapper manages."""
 
 import functools
+import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import DTensor
 
 from .. import _C
-from .._registered import sharded_behind
+from .._registered import Registered, sharded_behind
 from .._sharded import Sharded
-from .._units import places_of, sharded_elsewhere, slots_to_shard, view_of
-from ._pytorch import clean_tensor_name
+from .._units import Slot, places_of, sharded_elsewhere, slots_to_shard, view_of
+from ._pytorch import clean_tensor_name, without_checkpoint
 from .device import Place
+from .flat import FlatState, Part
 from .groups import Groups
 from .ignored import Ignored
 from .plain import Calls, PlainSharded, whole_of
@@ -22,23 +26,87 @@ KEEPS_WHOLE = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZE
 
 
 def make_unit(
-    module: nn.Module, ignored: Ignored, options: _C.FullyShardOptions, device: torch.device
+    module: nn.Module, ignored: Ignored, options: _C.FullyShardOptions, device: torch.device, use_orig_params: bool
 ) -> WrapperState:
     slots = slots_to_shard(module, ignored.params)
-    wholes = {
-        parameter: whole_of(parameter, clean_tensor_name(path))
-        for path, _, _, parameter in slots
-        if sharded_behind(parameter) is None
-    }
-    name, tensors, below, buffers = view_of(module, slots, wholes, clean_tensor_name)
-    left_alone = ignored.buffers
-    buffers = [buffer for buffer in buffers if buffer not in left_alone]
-    unit, shards = _C.shard_modules([(name, tensors, below, buffers)], options, ALIGNMENT)
+    new: dict[nn.Parameter, str] = {}
+    for path, _, _, parameter in slots:
+        if sharded_behind(parameter) is None:
+            new.setdefault(parameter, clean_tensor_name(path))
+    _check_flattenable(new, use_orig_params)
+    return (_shown_as_parts if use_orig_params else _shown_as_one)(module, slots, list(new), ignored, options, device)
+
+
+def _check_flattenable(params: dict[nn.Parameter, str], use_orig_params: bool) -> None:
+    """``params``: with their paths."""
+    for param, path in params.items():
+        if param.ndim == 0:
+            raise ValueError(f"FSDP doesn't support scalar parameters. Change {path} to a 1D tensor with numel equal to 1.")
+        if isinstance(param, DTensor):
+            raise NotImplementedError(
+                "FullyShardedDataParallel does not take parameters that are DTensors yet, and "
+                f"'{path}' is one: fully_shard does"
+            )
+        if not param.is_floating_point():
+            raise ValueError("Cannot flatten integer dtype tensors")
+    for first, other in itertools.pairwise(params):
+        if other.dtype != first.dtype:
+            raise ValueError(f"Must flatten tensors with uniform dtype but got {first.dtype} and {other.dtype}")
+        if not use_orig_params and other.requires_grad != first.requires_grad:
+            raise ValueError("Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`")
+
+
+def _shown_as_parts(
+    module: nn.Module,
+    slots: list[Slot],
+    new: list[nn.Parameter],
+    ignored: Ignored,
+    options: _C.FullyShardOptions,
+    device: torch.device,
+) -> WrapperState:
+    wholes = {parameter: whole_of(parameter) for parameter in new}
+    unit, shards = _shard(module, slots, wholes, ignored, options, _C.FlatView(ALIGNMENT, False))
     calls = Calls()
     state = WrapperState(unit, Place(device), calls)
     for owner, name, sharded in places_of([slots], shards, functools.partial(_sharded_for, wholes, calls)):
         state.add(owner, name, sharded)
     return state
+
+
+def _shown_as_one(
+    module: nn.Module,
+    slots: list[Slot],
+    new: list[nn.Parameter],
+    ignored: Ignored,
+    options: _C.FullyShardOptions,
+    device: torch.device,
+) -> FlatState:
+    """The parameters themselves become the handles."""
+    for parameter in new:
+        parameter.grad = None
+    unit, _ = _shard(module, slots, {}, ignored, options, _C.FlatView(1, True))
+    state = FlatState(unit, Place(device), Calls())
+    flat = state.show_flat(without_checkpoint(module)) if new else None
+    parts = {parameter: Part(parameter, flat) for parameter in new}
+    for _, owner, name, parameter in slots:
+        sharded = parts.get(parameter) or sharded_behind(parameter)
+        if isinstance(sharded, Part) and Registered.of(owner).hidden.get(name) is not sharded:
+            state.add(owner, name, sharded)
+    return state
+
+
+def _shard(
+    module: nn.Module,
+    slots: list[Slot],
+    wholes: Mapping[nn.Parameter, torch.Tensor],
+    ignored: Ignored,
+    options: _C.FullyShardOptions,
+    flat: _C.FlatView,
+) -> tuple[_C.Unit, list[list[torch.Tensor | None]]]:
+    name, tensors, below, buffers = view_of(module, slots, wholes, clean_tensor_name)
+    left_alone = ignored.buffers
+    buffers = [buffer for buffer in buffers if buffer not in left_alone]
+    return _C.shard_modules([(name, tensors, below, buffers)], options, flat)
 
 
 def _sharded_for(
