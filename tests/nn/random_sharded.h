@@ -2,7 +2,6 @@
 
 #include "engine/unit.h"
 #include "nn/random_trial.h"
-#include "nn/slots.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing::random {
@@ -100,7 +99,7 @@ class Sharded {
       for (const int index : unit.modules) {
         of_unit.push_back(modules[static_cast<size_t>(index)].get());
       }
-      nn::make_unit(of_unit, options_of(unit), program_.flat);
+      fully_shard(of_unit, options_of(unit));
     }
   }
 
@@ -197,20 +196,9 @@ class Sharded {
     }
     return shards;
   }
-  /// The parameters' shards, also where users see them as one.
-  std::vector<engine::Param*> params() const {
-    shards(); // what members were told, they are
-    std::vector<engine::Param*> params;
-    for (const auto& slot : nn::slots_of(*model_)) {
-      if (auto* param = engine::param_of(slot.tensor); std::find(params.begin(), params.end(), param) == params.end()) {
-        params.push_back(param);
-      }
-    }
-    return params;
-  }
   void see_shards() {
-    for (const auto* param : params()) {
-      see_piece(param->shard(), param->shard());
+    for (const auto& shard : shards()) {
+      see_piece(shard, shard);
     }
   }
 
@@ -262,8 +250,8 @@ class Sharded {
       case What::kLookAlone:
         return look_alone(choice);
       case What::kReadWhole:
-        for (const auto* param : params()) {
-          see(sharded(param->shard()).full_tensor());
+        for (const auto& shard : shards()) {
+          see(sharded(shard).full_tensor());
         }
         return;
       case What::kFreeze:
@@ -432,13 +420,8 @@ class Sharded {
     for (const auto& loss : std::exchange(losses_, {})) {
       see(loss);
     }
-    for (const auto* param : params()) {
-      const bool has_nothing = param->layout().is_part_of_flat() && param->shard().numel() == 0;
-      if (has_nothing && !param->shard_gradient().defined()) {
-        next_note(); // where it is not shown as one, a part without elements has none
-      } else {
-        see_piece(param->shard(), param->shard_gradient());
-      }
+    for (const auto& shard : shards()) {
+      see_piece(shard, shard.grad());
     }
     if (program_.optimizer == Optimizer::kRaw && (program_.stays_whole || !program_.all_ranks_write())) {
       top.note_shard_writes(); // what is kept whole is not gathered anew else
