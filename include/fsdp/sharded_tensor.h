@@ -41,7 +41,7 @@ struct FSDP_API ShardedTensor {
   at::Tensor full_tensor() const;
   /// This rank's piece of the gradient; undefined where the shard has none.
   at::Tensor grad() const;
-  /// The whole gradient; undefined where the shard has none. Collective.
+  /// The whole gradient, zero where a rank has none; undefined if no rank has one. Collective.
   at::Tensor full_grad() const;
 };
 

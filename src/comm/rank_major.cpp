@@ -30,7 +30,8 @@ void for_each_row(int64_t begin, int64_t end, int64_t chunk, const Each& each) {
 RankMajor::RankMajor(const ReduceScatter& args, int rank, int size) : size_(size) {
   for (size_t i = 0; i < args.cuts.size(); ++i) {
     const Cut& cut = args.cuts[i];
-    if (i == 0 || cut.before == 0) {
+    const bool nothing_before = i > 0 && strips_.back().numel == 0 && strips_.back().chunk == cut.chunk;
+    if (i == 0 || (cut.before == 0 && !nothing_before)) {
       strips_.push_back({row_, cut.chunk});
       row_ += cut.chunk;
     }

@@ -1,5 +1,6 @@
 #include "engine/flat_shard.h"
 
+#include <algorithm>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -71,22 +72,54 @@ void FlatShard::leave_storage() {
 void FlatShard::lie_in(void* memory, std::shared_ptr<void> home, c10::Device device) {
   const InternalScope scope;
   Param* first = bucket_.params().front();
-  auto owned = std::make_unique<Tenant>(Tenant{Role::kFlatShard, first, std::move(home)});
-  Tenant* tenant = owned.get();
   const int64_t share[] = {first->layout().cut().chunk}, step[] = {1};
-  const at::Tensor flat = make_keyed_tensor(std::move(owned), memory, {share, step, first->shard_dtype(), device});
+  key({Role::kFlatShard, first, std::move(home)}, memory, {share, step, first->shard_dtype(), device});
+  clear_gaps(tensor_.detach());
+  replaced_ = false;
+}
+
+void FlatShard::was_given_data() {
+  const bool plain = tensor_.layout() == c10::kStrided && !tensor_.key_set().has(c10::DispatchKey::Python);
+  if (!plain || tensor_.is_meta() || tenant_of(tensor_) != nullptr) {
+    return;
+  }
+  const InternalScope scope;
+  void* memory = tensor_.numel() == 0 ? nullptr : tensor_.data_ptr();
+  const auto sizes = tensor_.sizes().vec(), strides = tensor_.strides().vec();
+  Tenant tenant{Role::kFlatShard, bucket_.params().front(), std::make_shared<c10::Storage>(tensor_.storage())};
+  key(std::move(tenant), memory, {sizes, strides, tensor_.scalar_type(), tensor_.device()});
+  replaced_ = true;
+}
+
+// Where it lies: from now on it is ours.
+void FlatShard::key(Tenant tenant, void* memory, const TensorGeometry& geometry) {
+  auto owned = std::make_unique<Tenant>(std::move(tenant));
+  Tenant* kept = owned.get();
+  const at::Tensor keyed = make_keyed_tensor(std::move(owned), memory, geometry);
+  leave_storage();
+  take_data(tensor_, keyed);
+  tenant_ = kept;
+  storage_ = keyed.storage().getWeakStorageImpl();
+}
+
+// And the padding.
+void FlatShard::clear_gaps(const at::Tensor& flat) const {
   int64_t end = 0;
   for (const Param* param : bucket_.params()) {
     const Cut& cut = param->layout().cut();
-    const int64_t begin = std::min(cut.offset(param->rank()), share[0]);
+    const int64_t begin = std::min(cut.offset(param->rank()), cut.chunk);
     flat.narrow(0, end, begin - end).zero_();
     end = begin + cut.length(param->rank());
   }
-  flat.narrow(0, end, share[0] - end).zero_();
-  leave_storage();
-  take_data(tensor_, flat);
-  tenant_ = tenant;
-  storage_ = flat.storage().getWeakStorageImpl();
+  flat.narrow(0, end, flat.numel() - end).zero_();
+}
+
+at::Tensor FlatShard::share_of(const at::Tensor& whole) const {
+  const Param& first = *bucket_.params().front();
+  const int64_t chunk = first.layout().cut().chunk;
+  at::Tensor share = whole.narrow(0, chunk * first.rank(), chunk).clone();
+  clear_gaps(share);
+  return share;
 }
 
 at::Tensor FlatShard::part_of(const Param& param, const at::Tensor& flat) const {
@@ -98,8 +131,12 @@ at::Tensor FlatShard::part_of(const Param& param, const at::Tensor& flat) const 
       param.name(),
       flat.sizes(),
       cut.chunk);
-  const auto sizes = param.layout().shard_sizes(param.rank()), strides = param.layout().shard_strides(param.rank());
-  return flat.as_strided(sizes, strides, flat.storage_offset() + std::min(cut.offset(param.rank()), cut.chunk));
+  const auto sizes = param.layout().shard_sizes(param.rank());
+  auto strides = param.layout().shard_strides(param.rank());
+  const int64_t step = flat.stride(0); // of what users give
+  std::transform(strides.begin(), strides.end(), strides.begin(), [step](int64_t stride) { return stride * step; });
+  const int64_t begin = std::min(cut.offset(param.rank()), cut.chunk);
+  return flat.as_strided(sizes, strides, flat.storage_offset() + begin * step);
 }
 
 void FlatShard::give_gradient(const at::Tensor& gradient) {

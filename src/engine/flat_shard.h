@@ -34,9 +34,12 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   }
   /// From now on it is this memory, which holds the parameters' shards; all else there becomes zero.
   void lie_in(void* memory, std::shared_ptr<void> home, c10::Device device);
-  /// Users have put other data behind it since.
+  /// It was given other data just now: it stays a flat shard, until its unit settles it.
+  void was_given_data();
+  /// Users have put other data behind it since it lies where it does.
   bool was_replaced() const {
-    return storage_._unsafe_get_target() != tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    return replaced_ ||
+           storage_._unsafe_get_target() != tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
   }
   /// Users have put another tensor in its place.
   void replace(at::Tensor tensor) {
@@ -44,19 +47,24 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   }
   /// A parameter's shard in what it is now, or in a tensor like it: its gradient.
   at::Tensor part_of(const Param& param, const at::Tensor& flat) const;
+  /// This rank's share of a tensor like the whole flat parameter, copied; zero where no parameter is.
+  at::Tensor share_of(const at::Tensor& whole) const;
   /// Adds to the gradient, or becomes it; then runs the hooks that wait for it.
   void give_gradient(const at::Tensor& gradient);
   /// What the parameters' `ShownShard`s are.
   std::shared_ptr<ShownShard> shown_for(const Param& param);
 
  private:
+  void key(Tenant tenant, void* memory, const TensorGeometry& geometry);
   void leave_storage();
+  void clear_gaps(const at::Tensor& flat) const;
 
   const FlatBucket& bucket_;
   at::Tensor tensor_;
   ShardItself itself_{tensor_};
   Tenant* tenant_ = nullptr; // owned by the storage, which lives as long as `storage_` is not expired
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  bool replaced_ = false; // and it has the keys already
 };
 
 /// Null for any other tensor.

@@ -13,6 +13,7 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "engine/flat_bucket.h"
 #include "engine/interposer.h"
 #include "engine/param.h"
 #include "engine/piece_or_whole.h"
@@ -58,10 +59,14 @@ void set_tensor(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     torch::jit::drop(*stack, 1); // and the tensor is what the operator returns
     return;
   }
+  FlatShard* flat = flat_shard_of(tensor);
   intercept(op, keys, stack);
   if (param != nullptr) {
     const auto lock = param->unit().runtime().lock();
     param->shard_was_given_data();
+  } else if (flat != nullptr && flat->tensor().is_same(tensor)) {
+    const auto lock = flat->bucket().params().front()->unit().runtime().lock();
+    flat->was_given_data();
   }
 }
 

@@ -5,9 +5,11 @@
 #include <array>
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
+#include "engine/flat_bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/interposer.h"
 #include "engine/param.h"
@@ -25,25 +27,43 @@ const Param* param_of_piece(const at::Tensor& tensor) {
   return is_all && tensor.sizes() != c10::IntArrayRef(param->layout().sizes()) ? param : nullptr;
 }
 
-void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const size_t count = op.schema().arguments().size();
-  const at::Tensor shard = torch::jit::peek(*stack, 0, count).toTensor();
-  const Param* param = param_of_piece(shard);
-  if (param == nullptr) {
-    intercept(op, keys, stack);
-    return;
-  }
-  const auto& layout = param->layout();
-  torch::jit::peek(*stack, 0, count) =
-      at::empty_strided(layout.sizes(), layout.strides(), shard.options().requires_grad(false));
+/// The same of a flat shard.
+const FlatShard* flat_of_piece(const at::Tensor& tensor) {
+  const FlatShard* flat = flat_shard_of(tensor);
+  const bool is_all = flat != nullptr && tensor.sizes() == flat->tensor().sizes() &&
+                      tensor.scalar_type() == flat->tensor().scalar_type();
+  return is_all && flat->bucket().shard_group().size() > 1 ? flat : nullptr;
+}
+
+/// Calls the operator on `whole`; this rank's `piece_of` it is what the shard gets.
+template <typename PieceOf>
+void draw_whole(
+    const c10::OperatorHandle& op, torch::jit::Stack* stack, const at::Tensor& whole, const PieceOf& piece_of) {
+  c10::IValue& argument = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+  const at::Tensor shard = argument.toTensor();
+  argument = whole;
   op.callBoxed(stack);
   at::Tensor piece;
   {
     const InternalScope scope;
-    piece = param->piece_of(stack->back().toTensor());
+    piece = piece_of(stack->back().toTensor());
   }
   shard.copy_(piece); // seen as any write is
   stack->back() = shard;
+}
+
+void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const at::Tensor shard = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  const auto options = shard.options().requires_grad(false);
+  if (const Param* param = param_of_piece(shard)) {
+    const auto whole = at::empty_strided(param->layout().sizes(), param->layout().strides(), options);
+    draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return param->piece_of(drawn); });
+  } else if (const FlatShard* flat = flat_of_piece(shard)) {
+    const auto whole = at::empty({shard.numel() * flat->bucket().shard_group().size()}, options);
+    draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return flat->share_of(drawn); });
+  } else {
+    intercept(op, keys, stack);
+  }
 }
 
 } // namespace

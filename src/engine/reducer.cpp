@@ -51,7 +51,7 @@ struct Reducer::Reduction {
   }
   /// Users see all of `flat`.
   bool is_shown() const {
-    return hook || bucket->flat_shard() != nullptr;
+    return hook || unit->policy.all_reduce || bucket->flat_shard() != nullptr;
   }
   /// Where a parameter's slice begins in `flat`, which reaches to `end` so far, and grows. Slices start where vector
   /// instructions like it, as torch's own allocations do; what a hook is given has no gaps, and the same size on all

@@ -1,5 +1,7 @@
 #include <fsdp/sharded_tensor.h>
 
+#include <string>
+
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
@@ -42,6 +44,18 @@ at::Tensor put_together(const engine::Param& param, const at::Tensor& local, con
   return engine::put_together({{&param, local}}, local.device(), {operation, param.name()})[0];
 }
 
+/// Of the ranks' gradients; none if no rank has one. A rank that has nothing of a parameter, or has dropped its
+/// gradient, takes part all the same.
+std::optional<c10::ScalarType> dtype_of_any(const at::Tensor& gradient, Group& group, const Label& label) {
+  const auto mine = gradient.defined() ? std::to_string(static_cast<int>(gradient.scalar_type())) : "";
+  for (const auto& dtype : group.exchange(mine, label)) {
+    if (!dtype.empty()) {
+      return static_cast<c10::ScalarType>(std::stoi(dtype));
+    }
+  }
+  return std::nullopt;
+}
+
 } // namespace
 
 int64_t ShardedTensor::numel() const {
@@ -59,12 +73,18 @@ at::Tensor ShardedTensor::full_tensor() const {
 }
 
 at::Tensor ShardedTensor::full_grad() const {
+  constexpr const char* kOperation = "full_grad";
+  const auto* flat = engine::flat_shard_of(local);
+  const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(local);
   const at::Tensor gradient = grad();
-  if (const auto* flat = engine::flat_shard_of(local)) {
-    return gradient.defined() ? put_together(*flat, gradient.detach(), "full_grad") : at::Tensor();
+  const auto dtype = dtype_of_any(gradient, param.bucket().shard_group(), {kOperation, param.name()});
+  if (!dtype) {
+    return {};
   }
-  const auto& param = param_behind(local);
-  return gradient.defined() ? put_together(param, gradient.detach(), "full_grad") : at::Tensor();
+  const at::Tensor mine = gradient.defined()
+                              ? gradient.detach().to(*dtype)
+                              : at::zeros(local.sizes(), at::TensorOptions().dtype(*dtype).device(local.device()));
+  return flat != nullptr ? put_together(*flat, mine, kOperation) : put_together(param, mine, kOperation);
 }
 
 at::Tensor ShardedTensor::grad() const {

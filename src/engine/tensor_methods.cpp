@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
+#include "engine/flat_bucket.h"
 #include "engine/forwarding_hooks.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -35,17 +36,34 @@ bool is_in_a_graph(const at::TensorBase& leaf) {
   return torch::autograd::impl::try_get_grad_accumulator(leaf) != nullptr;
 }
 
+FlatShard* flat_shard_seen(const at::TensorBase& tensor) {
+  if (!tensor.defined() || c10::impl::tls_is_dispatch_key_excluded(kKey)) {
+    return nullptr;
+  }
+  FlatShard* flat = flat_shard_of(*at::OptionalTensorRef(tensor));
+  return flat != nullptr && flat->tensor().is_same(tensor) ? flat : nullptr;
+}
+
+/// The parameters of a shard, or of a flat one.
+std::vector<Param*> params_of_shard_seen(const at::Tensor& tensor) {
+  if (Param* param = param_of_shard_seen(tensor)) {
+    return {param};
+  }
+  const FlatShard* flat = flat_shard_seen(tensor);
+  return flat != nullptr ? flat->bucket().params() : std::vector<Param*>();
+}
+
 /// Where gradients of these come to: of a shard, to its handle, and to itself where a penalty is made of shards.
 std::vector<at::Tensor> leaves_of(at::TensorList inputs) {
   std::vector<at::Tensor> leaves;
   for (const auto& input : inputs) {
-    Param* param = param_of_shard_seen(input);
-    if (param != nullptr) {
+    const auto params = params_of_shard_seen(input);
+    for (Param* param : params) {
       param->follow_requires_grad();
       const auto lock = param->unit().runtime().lock();
       leaves.push_back(param->handle());
     }
-    if (param == nullptr || is_in_a_graph(input)) {
+    if (params.empty() || is_in_a_graph(input)) {
       leaves.push_back(input);
     }
   }
@@ -65,6 +83,12 @@ class TensorMethods final : public ForwardingHooks {
   using ForwardingHooks::ForwardingHooks;
 
   void set_data(const at::TensorBase& self, const at::TensorBase& data) const override {
+    if (FlatShard* flat = flat_shard_seen(self)) {
+      const auto lock = flat->bucket().params().front()->unit().runtime().lock();
+      ForwardingHooks::set_data(self, data);
+      flat->was_given_data();
+      return;
+    }
     Param* param = param_seen(self);
     if (param == nullptr) {
       check_is_no_piece(self, data);

@@ -124,6 +124,11 @@ class Unit : public std::enable_shared_from_this<Unit> {
     return buckets_;
   }
   UnitPolicy policy;
+  /// What the interface that made it keeps of it; goes with it.
+  struct Companion {
+    virtual ~Companion() = default;
+  };
+  std::shared_ptr<Companion> companion;
 
   // -- its place among the units
 
@@ -195,6 +200,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   /// Held whole whatever happens: by guards, by an operator that writes to it.
   int held = 0;
+  /// By so many guards of summon_full_params, on all ranks, also where they show nothing; and of those, by so many that
+  /// show it on one rank only.
+  int summoned = 0, summoned_by_one = 0;
 
   // -- other collectives
 

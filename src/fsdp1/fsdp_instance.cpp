@@ -3,8 +3,7 @@
 #include "fsdp1/fsdp_instance.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
+#include <utility>
 
 #include <torch/nn/module.h>
 #include <torch/nn/modules/batchnorm.h>
@@ -25,24 +24,8 @@ using engine::Unit;
 
 namespace instances {
 
-namespace {
-
-std::mutex instances_mutex;
-// By unit: it dies with its module, whose address may be used again.
-std::map<std::weak_ptr<Unit>, std::shared_ptr<FSDPInstance::Impl>, std::owner_less<>> by_unit;
-
-} // namespace
-
-void enter(const std::shared_ptr<FSDPInstance::Impl>& instance) {
-  const std::lock_guard lock(instances_mutex);
-  std::erase_if(by_unit, [](const auto& item) { return item.first.expired(); });
-  by_unit[instance->weak_unit] = instance;
-}
-
 std::shared_ptr<FSDPInstance::Impl> find(const std::shared_ptr<Unit>& unit) {
-  const std::lock_guard lock(instances_mutex);
-  const auto found = by_unit.find(unit);
-  return found == by_unit.end() ? nullptr : found->second;
+  return std::dynamic_pointer_cast<FSDPInstance::Impl>(unit->companion);
 }
 
 std::vector<std::shared_ptr<FSDPInstance::Impl>> below(torch::nn::Module& module) {
@@ -101,10 +84,20 @@ bool is_called(const std::shared_ptr<Unit>& unit) {
   return root != nullptr && root->running_calls > 0;
 }
 
+std::vector<Impl::Synced> synced_below(const Unit& root) {
+  std::vector<Impl::Synced> all;
+  for (Unit* unit : root.runtime().units()) {
+    if (unit != nullptr && (unit == &root || root.is_ancestor_of(*unit))) {
+      all.push_back({unit->weak_from_this(), unit->policy.requires_gradient_sync, unit->policy.requires_all_reduce});
+    }
+  }
+  return all;
+}
+
 void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
   const auto& units = unit->runtime().units();
   const bool summoned =
-      std::any_of(units.begin(), units.end(), [](const Unit* each) { return each != nullptr && each->held > 0; });
+      std::any_of(units.begin(), units.end(), [](const Unit* each) { return each != nullptr && each->summoned > 0; });
   const char* state = summoned ? "SUMMON_FULL_PARAMS" : "FORWARD_BACKWARD";
   FSDP_CHECK(
       !summoned && !is_called(unit) && !unit->runtime().in_backward(),
@@ -147,14 +140,21 @@ FSDPInstance::NoSync::NoSync(std::shared_ptr<Impl> impl) : impl_(std::move(impl)
   const auto unit = impl_->unit("no_sync");
   check_root(*unit, "no_sync");
   check_idle(unit, "no_sync");
-  ++impl_->no_sync_guards;
+  if (impl_->no_sync_guards++ == 0) {
+    impl_->before_no_sync = synced_below(*unit);
+  }
   FSDPModule(unit).set_requires_gradient_sync(false);
 }
 
 FSDPInstance::NoSync::~NoSync() {
-  const auto unit = impl_ ? impl_->weak_unit.lock() : nullptr;
-  if (unit && --impl_->no_sync_guards == 0) {
-    FSDPModule(unit).set_requires_gradient_sync(true);
+  if (!impl_ || --impl_->no_sync_guards > 0) {
+    return;
+  }
+  for (const auto& [weak, gradients, across_replicas] : std::exchange(impl_->before_no_sync, {})) {
+    if (const auto unit = weak.lock()) {
+      unit->policy.requires_gradient_sync = gradients;
+      unit->policy.requires_all_reduce = across_replicas;
+    }
   }
 }
 

@@ -157,8 +157,13 @@ bool is_on_meta(const torch::nn::Module& module) {
 
 // Parents first, each module that has something of its own on the meta device.
 void materialize(torch::nn::Module& module, const FSDPOptions& options) {
+  std::unordered_set<const torch::nn::Module*> ignored;
+  for (const auto& reference : options.ignored_modules) {
+    const auto below = all_below(reference.for_operation(kOperation));
+    ignored.insert(below.begin(), below.end());
+  }
   for (auto* each : all_below(module)) {
-    if (nn::registry::find(*each) != nullptr || !is_on_meta(*each)) {
+    if (nn::registry::find(*each) != nullptr || ignored.count(each) > 0 || !is_on_meta(*each)) {
       continue;
     }
     FSDP_CHECK(
@@ -248,9 +253,11 @@ std::shared_ptr<FSDPInstance::Impl> make_instance(
   instance->weak_unit = unit;
   instance->weak_module = module.weak_from_this();
   instance->options = options;
+  instance->options.auto_wrap_policy.reset();
+  instance->options.param_init_fn = nullptr;
   instance->strategy = strategy;
   instance->full_precision_in_eval = env::flag("FSDP_USE_FULL_PREC_IN_EVAL").value_or(false);
-  instances::enter(instance);
+  unit->companion = instance;
   return instance;
 }
 

@@ -100,13 +100,14 @@ void follow_training(Impl& root) {
 
 // At the first call, when all units are there.
 void initialize(Impl& root) {
-  if (std::exchange(root.is_initialized, true)) {
+  if (root.is_initialized) {
     return;
   }
   torch::nn::Module& module = root.module("forward");
   const auto all = instances::below(module);
   check_homogeneous(all, "use_orig_params", [](const auto& options) { return options.use_orig_params; });
   check_homogeneous(all, "limit_all_gathers", [](const auto& options) { return options.limit_all_gathers; });
+  root.is_initialized = true;
 }
 
 } // namespace

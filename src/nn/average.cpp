@@ -36,7 +36,7 @@ Plain look_at(torch::nn::Module& module, const AverageOptions& options) {
     if (const auto unit = nn::registry::find(each)) {
       found.mesh = found.mesh ? found.mesh : unit->mesh();
       FSDP_CHECK(
-          unit->held == 0,
+          unit->summoned == 0,
           "[average_ignored_] was called while parameters are shown whole: call it after the guard of "
           "summon_full_params has ended");
     }

@@ -152,7 +152,7 @@ std::vector<UnitRecipe> check_recipes_of(torch::nn::Module& module) {
   FSDP_CHECK(!recipes.empty(), "[clone] the module is not sharded: call fully_shard first, or use module->clone()");
   for (const auto& recipe : recipes) {
     FSDP_CHECK(
-        recipe.unit->held == 0,
+        recipe.unit->summoned == 0,
         "[clone] was called while parameters are shown whole: call it after the guard of summon_full_params has ended, "
         "or use module->clone() for a copy that is not sharded");
     recipe.unit->follow_requires_grad();

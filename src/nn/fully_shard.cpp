@@ -11,6 +11,7 @@
 #include "base/format.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
+#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/hidden_parameters.h"
@@ -92,7 +93,7 @@ ModuleView view_of(torch::nn::Module& module) {
   for (const auto& [path, each] : nn::modules_of(module)) {
     if (auto unit = each != &module ? nn::registry::find(*each) : nullptr) {
       FSDP_CHECK(
-          unit->held == 0,
+          unit->summoned == 0,
           "[fully_shard] was called while parameters of '{}', below it, are shown whole: call it after the guard of "
           "summon_full_params has ended",
           path);
@@ -213,7 +214,11 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
 FSDPModule fully_shard(
     const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
   const auto cut = flat ? std::optional(nn::FlatCut{flat->alignment, flat->shown_as_one}) : std::nullopt;
-  return FSDPModule(nn::make_unit(modules, options, cut));
+  const auto unit = nn::make_unit(modules, options, cut);
+  if (unit->params().empty()) { // which has no handle that would keep it
+    unit->runtime().keep(unit);
+  }
+  return FSDPModule(unit);
 }
 
 FSDPModule fully_shard(torch::jit::Module& module, const FullyShardOptions& options) {

@@ -1,5 +1,6 @@
 #include "nn/hidden_parameters.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -23,7 +24,8 @@ struct OfModule {
   std::map<std::string, Hidden> by_name;
 
   bool alive() const {
-    return !(shared_module && module.expired()) && !by_name.empty() && !by_name.begin()->second.unit.expired();
+    const auto lives = [](const auto& item) { return !item.second.unit.expired(); };
+    return !(shared_module && module.expired()) && std::any_of(by_name.begin(), by_name.end(), lives);
   }
 };
 

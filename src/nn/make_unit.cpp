@@ -261,9 +261,6 @@ void adopt_units_below(const std::vector<ModuleView>& modules, const std::shared
       unit->runtime().adopt(below->runtime());
     }
   }
-  if (unit->params().empty()) {
-    unit->runtime().keep(unit);
-  }
 }
 
 void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {

@@ -1,11 +1,13 @@
 #include "nn/registry.h"
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "engine/flat_bucket.h"
+#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 
@@ -18,6 +20,7 @@ struct Entry {
   bool shared_module;
   std::vector<std::weak_ptr<torch::nn::Module>> children; // of a module on the stack
   std::weak_ptr<engine::Unit> unit;
+  std::shared_ptr<engine::Unit> kept{}; // has no parameters, whose handles would keep it
 
   bool alive() const {
     return !unit.expired() && !(shared_module && module.expired());
@@ -53,13 +56,33 @@ bool is_still(const torch::nn::Module& module, const Entry& entry, const engine:
 }
 
 std::mutex mutex;
-std::unordered_map<const torch::nn::Module*, Entry> entries;
+// Never destroyed: units that it keeps would go after what they need to go.
+std::unordered_map<const torch::nn::Module*, Entry>& entries = *new std::unordered_map<const torch::nn::Module*, Entry>;
+
+bool has_parameters(const engine::Runtime& runtime) {
+  const auto& units = runtime.units();
+  return std::any_of(
+      units.begin(), units.end(), [](const auto* each) { return each != nullptr && !each->params().empty(); });
+}
+
+std::vector<Entry> take_dead_ones() {
+  std::vector<Entry> dead;
+  std::erase_if(entries, [&](auto& item) {
+    if (item.second.alive()) {
+      return false;
+    }
+    dead.push_back(std::move(item.second));
+    return true;
+  });
+  return dead;
+}
 
 } // namespace
 
 void enter(torch::nn::Module& module, const std::shared_ptr<engine::Unit>& unit) {
-  std::lock_guard lock(mutex);
-  std::erase_if(entries, [](const auto& item) { return !item.second.alive(); });
+  std::vector<Entry> dead; // go without the lock
+  const std::lock_guard lock(mutex);
+  dead = take_dead_ones();
   auto weak = module.weak_from_this();
   const bool shared_module = !weak.expired();
   std::vector<std::weak_ptr<torch::nn::Module>> children;
@@ -67,7 +90,12 @@ void enter(torch::nn::Module& module, const std::shared_ptr<engine::Unit>& unit)
     const auto owned = module.children();
     children.assign(owned.begin(), owned.end());
   }
-  entries[&module] = {std::move(weak), shared_module, std::move(children), unit};
+  const bool needs_keeper = unit->params().empty(), goes_with_others = has_parameters(unit->runtime());
+  if (needs_keeper && (goes_with_others || !shared_module)) {
+    unit->runtime().keep(unit);
+  }
+  const bool keeps = needs_keeper && shared_module && !goes_with_others;
+  entries[&module] = {std::move(weak), shared_module, std::move(children), unit, keeps ? unit : nullptr};
 }
 
 std::shared_ptr<engine::Unit> find(const torch::nn::Module& module) {

@@ -1,5 +1,7 @@
 #include "nn/slots.h"
 
+#include <algorithm>
+
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
@@ -108,13 +110,33 @@ std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Mo
   return modules;
 }
 
-void settle_replaced_shards(torch::nn::Module& module) {
-  for (const auto& [path, each] : modules_of(module)) {
-    if (const auto unit = registry::find(*each)) {
-      const auto guard = unit->runtime().lock();
-      const engine::InternalScope scope;
-      unit->settle_replaced_shards();
+namespace {
+
+/// Of it and what is below it, and those above it that have its parameters.
+std::vector<std::shared_ptr<engine::Unit>> units_of(torch::nn::Module& module) {
+  std::vector<std::shared_ptr<engine::Unit>> units;
+  const auto add = [&](std::shared_ptr<engine::Unit> unit) {
+    if (unit && std::find(units.begin(), units.end(), unit) == units.end()) {
+      units.push_back(std::move(unit));
     }
+  };
+  for (const auto& [path, each] : modules_of(module)) {
+    add(registry::find(*each));
+  }
+  for (const auto& slot : slots_of(module)) {
+    const auto* param = engine::param_of(slot.tensor);
+    add(param != nullptr ? param->unit().shared_from_this() : nullptr);
+  }
+  return units;
+}
+
+} // namespace
+
+void settle_replaced_shards(torch::nn::Module& module) {
+  for (const auto& unit : units_of(module)) {
+    const auto guard = unit->runtime().lock();
+    const engine::InternalScope scope;
+    unit->settle_replaced_shards();
   }
 }
 

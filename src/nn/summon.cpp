@@ -36,7 +36,8 @@ struct SummonedParams::Impl {
   };
 
   SummonOptions options;
-  std::vector<std::shared_ptr<Unit>> units;
+  std::vector<std::shared_ptr<Unit>> all_units; ///< also where nothing is shown
+  std::vector<std::shared_ptr<Unit>> units; ///< that are shown
   std::unordered_map<Param*, at::Tensor> wholes;
   std::vector<Replaced> replaced;
 
@@ -71,6 +72,18 @@ std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slot
   return units;
 }
 
+// One rank would look for shards, and find whole parameters.
+void check_not_summoned_by_one(torch::nn::Module& module) {
+  for (const auto& [path, each] : nn::modules_of(module)) {
+    const auto unit = nn::registry::find(*each);
+    FSDP_CHECK(
+        unit == nullptr || unit->summoned_by_one == 0,
+        "[summon_full_params] the parameters of '{}' are already shown on one rank, by a guard with rank0_only: end "
+        "that guard first",
+        unit->display_name());
+  }
+}
+
 bool is_first_rank(const Unit& unit) {
   return unit.mesh().coordinate(unit.mesh().ndim() - 1) == 0;
 }
@@ -87,6 +100,9 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
       "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
       "or after (after a forward without backward, call reset_iter_state() on the root first)");
   unit->unshard_as_stored(options.offload_to_cpu ? c10::Device(c10::kCPU) : unit->device(), visible);
+  all_units.push_back(unit);
+  ++unit->summoned;
+  unit->summoned_by_one += options.rank0_only ? 1 : 0;
   if (!visible) {
     return;
   }
@@ -150,6 +166,10 @@ void SummonedParams::Impl::restore() {
   for (auto& [slot, param] : replaced) {
     slot.replace(param != nullptr ? nn::shown_in_place_of(*param) : slot.tensor);
   }
+  for (const auto& unit : all_units) { // reset_iter_state lets go of everything
+    unit->summoned = std::max(0, unit->summoned - 1);
+    unit->summoned_by_one = std::max(0, unit->summoned_by_one - (options.rank0_only ? 1 : 0));
+  }
   std::exception_ptr error; // of the first unit that fails; the others are given back all the same
   for (auto& unit : units) {
     try {
@@ -205,6 +225,7 @@ SummonedParams::~SummonedParams() {
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
   torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::strangers::check_none(module, "summon_full_params");
+  check_not_summoned_by_one(module);
   nn::settle_replaced_shards(module);
   auto slots = nn::slots_of(module);
   const auto flat_slots = nn::flat_slots_of(module);

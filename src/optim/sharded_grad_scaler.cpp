@@ -1,6 +1,7 @@
 #include <fsdp/sharded_grad_scaler.h>
 
 #include <algorithm>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -40,9 +41,10 @@ at::Tensor values_of(at::Tensor& gradient) {
 
 std::vector<AlikeGradients> lists_of_gradients(torch::optim::Optimizer& optimizer) {
   std::vector<AlikeGradients> lists;
+  std::unordered_set<const c10::TensorImpl*> seen; // `Module::parameters()` lists a weight as often as modules share it
   for (auto& group : optimizer.param_groups()) {
     for (auto& parameter : group.params()) {
-      if (!parameter.mutable_grad().defined()) {
+      if (!parameter.mutable_grad().defined() || !seen.insert(parameter.unsafeGetTensorImpl()).second) {
         continue;
       }
       const at::Tensor values = values_of(parameter.mutable_grad());

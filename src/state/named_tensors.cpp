@@ -20,7 +20,7 @@ namespace {
 void check_not_summoned(const torch::nn::Module& module, const char* operation) {
   const auto unit = nn::registry::find(module);
   FSDP_CHECK(
-      unit == nullptr || unit->held == 0,
+      unit == nullptr || unit->summoned == 0,
       "[{}] the parameters are shown whole by summon_full_params: end that guard first, or read and write "
       "named_parameters(), which are whole now",
       operation);

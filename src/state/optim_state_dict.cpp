@@ -7,6 +7,7 @@
 
 #include <ATen/ops/zeros.h>
 
+#include "base/check.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/put_together.h"
@@ -77,7 +78,29 @@ class WholeStates {
     for (const auto& text : bucket.shard_group().exchange(state::encode(local), label)) {
       of_ranks.push_back(state::decode(text));
     }
-    return state::merge(of_ranks, kFull);
+    OptimStateDict all = state::merge(of_ranks, kFull);
+    for (const engine::Param* param : bucket.params()) {
+      if (const ParamState* whole = all.state.find(param->name())) {
+        check_complete(*param, *whole, of_ranks);
+      }
+    }
+    return all;
+  }
+
+  // Else zeros would be put together with what others have.
+  static void check_complete(
+      const engine::Param& param, const ParamState& whole, const std::vector<OptimStateDict>& of_ranks) {
+    for (size_t rank = 0; rank < of_ranks.size(); ++rank) {
+      const ParamState* state = of_ranks[rank].state.find(param.name());
+      const bool has_elements = param.layout().cut().length(static_cast<int>(rank)) > 0;
+      FSDP_CHECK(
+          !has_elements || (state != nullptr && state->tensors.size() == whole.tensors.size()),
+          "[{}] rank {} has no state of '{}', of which it has elements and others have a state, or less of it: let all "
+          "ranks step alike, and load states on all of them",
+          kFull,
+          rank,
+          param.name());
+    }
   }
 
   void add(engine::Unit& unit, engine::Bucket& bucket) {

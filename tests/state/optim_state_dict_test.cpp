@@ -423,6 +423,21 @@ TEST_P(OptimStateDicts, WithDifferentNumbersInOneFlatParameterAreAnError) {
   });
 }
 
+TEST(OptimStateDictsErrors, SayThatARankHasNoStateOfWhatItHas) {
+  on_threads(2, [] {
+    for (const auto form : {Form::kRows, Form::kFlat, Form::kShown}) {
+      auto net = make(form, 0);
+      torch::optim::AdamW optimizer(net->parameters());
+      net->loss(rank(), 0).backward();
+      optimizer.step();
+      if (rank() == 1) {
+        optimizer.state().clear();
+      }
+      EXPECT_TRUE(contains(error_message([&] { full_optim_state_dict(net, optimizer); }), "rank 1 has no state of"));
+    }
+  });
+}
+
 TEST(OptimStateDictsErrors, SayThatRanksHaveSteppedDifferently) {
   on_threads(2, [] {
     Training training(Form::kRows, Kind::kAdam, 10);
