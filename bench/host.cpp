@@ -1,5 +1,6 @@
 // What the host does around the computing: units of a few tiny layers, on a process group whose collectives do nothing.
 // Started by bench/run.py; bench/host.py is the same in Python.
+#include <functional>
 #include <vector>
 
 #include <ATen/ops/add.h>
@@ -22,10 +23,21 @@ fsdp::Mesh mesh_of_nobody(int world) {
   return fsdp::Mesh::from_group(group);
 }
 
+using Forward = std::function<torch::Tensor(const torch::Tensor&)>;
+
+/// `model` sharded; how to call it.
+Forward shard(LinearUnits model, const fsdp::Mesh& mesh, bool fsdp1) {
+  if (fsdp1) {
+    return [wrapped = wrap(model, mesh)](const torch::Tensor& x) mutable { return wrapped(x); };
+  }
+  model->shard({.mesh = mesh});
+  return [model](const torch::Tensor& x) mutable { return model->forward(x); };
+}
+
 /// Seconds of one forward and backward.
-double time_step(LinearUnits& model, const torch::Tensor& x) {
+double time_step(const Forward& forward, LinearUnits& model, const torch::Tensor& x) {
   const auto start = std::chrono::steady_clock::now();
-  model->forward(x).sum().backward();
+  forward(x).sum().backward();
   const double seconds = seconds_since(start);
   for (auto& parameter : model->parameters()) {
     parameter.mutable_grad().reset();
@@ -38,12 +50,13 @@ Json per_unit(const Json& request) {
   const int64_t units = request.at("units"), linears = request.at("linears"), repeats = request.at("repeats");
   LinearUnits sharded(units, linears), plain(units, linears);
   NoOpBackend::answers = true;
-  sharded->shard({.mesh = mesh_of_nobody(request.at("world"))});
+  const Forward forward = shard(sharded, mesh_of_nobody(request.at("world")), request.at("fsdp1"));
+  const Forward forward_plain = [&](const torch::Tensor& x) { return plain->forward(x); };
   NoOpBackend::answers = false;
   const auto x = torch::randn({4, kLinearWidth});
   std::vector<double> extra;
   for (int64_t i = -3; i < repeats; ++i) {
-    const double with = time_step(sharded, x), without = time_step(plain, x);
+    const double with = time_step(forward, sharded, x), without = time_step(forward_plain, plain, x);
     if (i >= 0) {
       extra.push_back((with - without) / static_cast<double>(units));
     }

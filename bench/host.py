@@ -25,15 +25,28 @@ else:
     )
 
 
-def shard(model: nn.Sequential, world: int, contender: str) -> None:
-    if contender == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-    else:
-        from libfsdp import fully_shard
+def fully_shard_units(model: nn.Sequential, world: int, fully_shard) -> nn.Module:
     mesh = init_device_mesh("cpu", (world,))
     for unit in model:
         fully_shard(unit, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def wrap_units(model: nn.Sequential, fsdp) -> nn.Module:
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True}
+    for i, unit in enumerate(model):
+        model[i] = fsdp(unit, **options)
+    return fsdp(model, **options)
+
+
+def shard(model: nn.Sequential, world: int, contender: str) -> nn.Module:
+    if contender in ("fsdp2", "fsdp1"):
+        from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    else:
+        from libfsdp import FullyShardedDataParallel, fully_shard
+    if contender in ("fsdp1", "python_fsdp1"):
+        return wrap_units(model, FullyShardedDataParallel)
+    return fully_shard_units(model, world, fully_shard)
 
 
 def time_step(model: nn.Module, x: torch.Tensor) -> float:
@@ -50,7 +63,7 @@ def per_unit(request: dict) -> list[float]:
     units, linears, world = request["units"], request["linears"], request["world"]
     dist.init_process_group(BACKEND, store=FakeStore(), rank=0, world_size=world)
     sharded, plain = make_units(units, linears), make_units(units, linears)
-    shard(sharded, world, sys.argv[1])
+    sharded = shard(sharded, world, sys.argv[1])
     stop_answering()
     x = torch.randn(4, WIDTH)
     extra = []

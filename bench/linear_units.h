@@ -1,6 +1,7 @@
 #pragma once
 
 #include <fsdp/fully_shard.h>
+#include <fsdp/fully_sharded_data_parallel.h>
 #include <torch/torch.h>
 
 namespace bench {
@@ -47,5 +48,14 @@ struct LinearUnitsImpl : torch::nn::Module {
   std::vector<Unit> units;
 };
 TORCH_MODULE(LinearUnits);
+
+using WrappedLinearUnits = fsdp::FullyShardedDataParallel<LinearUnits>;
+
+inline WrappedLinearUnits wrap(const LinearUnits& model, const fsdp::Mesh& mesh) {
+  fsdp::FSDPOptions options;
+  options.auto_wrap_policy = fsdp::ModuleWrapPolicy::of<UnitImpl>();
+  options.device_mesh = mesh;
+  return WrappedLinearUnits(model, options);
+}
 
 } // namespace bench

@@ -2,12 +2,22 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import rows
 
-ROWS = ["memory_pss_117m_vs_fsdp2", "memory_pss_117m_vs_bound"]
-CONTENDERS = ("ours", "fsdp2")
+
+class Compared(NamedTuple):
+    """A row: the memory of one contender beside that of another, or beside what the design allows it."""
+
+    name: str
+    theirs: str
+    target: float
+    ours: str = "ours"
+
+
+BOUND = "bound"
 ROUNDS = 3
 MIB = 1 << 20
 
@@ -41,14 +51,20 @@ def peak_during(team, action) -> int:
     return highest
 
 
-def measure(teams: dict, idle: dict[str, int], scenario: str, say) -> Iterator[rows.Row]:
-    peaks: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+def contenders(compared: Iterable[Compared]) -> list[str]:
+    return [name for row in compared for name in (row.ours, row.theirs) if name != BOUND]
+
+
+def measure(compared: Iterable[Compared], teams: dict, idle: dict[str, int], scenario: str, say) -> Iterator[rows.Row]:
+    peaks: dict[str, list[float]] = {name: [] for name in contenders(compared)}
     for turn in range(ROUNDS):
-        for name in CONTENDERS:
+        for name in peaks:
             say(f"{scenario}: memory of {name}, round {turn + 1} of {ROUNDS}")
             peak = peak_during(teams[name], lambda team=teams[name]: team.ask("steps", count=1))
             peaks[name].append((peak - idle[name]) / MIB)
-    against_fsdp2, against_bound = ROWS
-    yield rows.times_better(against_fsdp2, "MiB", peaks["ours"], peaks["fsdp2"], 1.35)
-    bound = sum(teams["ours"].ask("bound")) / MIB
-    yield rows.at_most(against_bound, "MiB", peaks["ours"], [bound] * ROUNDS, 1.05)
+    for row in compared:
+        if row.theirs == BOUND:
+            bound = sum(teams[row.ours].ask("bound")) / MIB
+            yield rows.at_most(row.name, "MiB", peaks[row.ours], [bound] * ROUNDS, row.target)
+        else:
+            yield rows.times_better(row.name, "MiB", peaks[row.ours], peaks[row.theirs], row.target)

@@ -25,9 +25,9 @@ class Host:
     world: int = 8
 
     def of(self, contender: str, build: pathlib.Path) -> float:
-        compiled = contender == "ours"
+        compiled = contender in ("ours", "ours_fsdp1")
         command = [str(build / "bin" / "bench_host")] if compiled else [sys.executable, str(HERE / "host.py"), contender]
-        request = dataclasses.asdict(self) | {"repeats": max(3, 4000 // self.units)}
+        request = dataclasses.asdict(self) | {"repeats": max(3, 4000 // self.units), "fsdp1": contender == "ours_fsdp1"}
         with Team(command, [{}], {"FSDP_CHECK_ORDER": 0, "FSDP_SHM": 0}).ready() as team:
             extra = team.ask("per_unit", **request)[0]
         return sorted(extra)[len(extra) // 2] * MICROSECONDS
@@ -167,5 +167,15 @@ MEASUREMENTS: list[tuple[list[str], Callable]] = [
     (
         ["python_host_us_per_unit_vs_fsdp2"],
         compare_hosts("python_host_us_per_unit_vs_fsdp2", "python", "fsdp2", Host(), Host(), rows.times_better, 20.0),
+    ),
+    (
+        ["fsdp1_host_us_per_unit_vs_fsdp1"],
+        compare_hosts("fsdp1_host_us_per_unit_vs_fsdp1", "ours_fsdp1", "fsdp1", Host(), Host(), rows.times_better, 20.0),
+    ),
+    (
+        ["python_fsdp1_host_us_per_unit_vs_fsdp1"],
+        compare_hosts(
+            "python_fsdp1_host_us_per_unit_vs_fsdp1", "python_fsdp1", "fsdp1", Host(), Host(), rows.times_better, 20.0
+        ),
     ),
 ]

@@ -25,21 +25,32 @@ torch::optim::AdamWOptions adamw() {
   return torch::optim::AdamWOptions(1e-4);
 }
 
+fsdp::FSDPModule fully_shard_blocks(GPT model, const Json& task) {
+  fsdp::FullyShardOptions options;
+  if (task.at("param_dtype") == "bfloat16") {
+    options.mp_policy.param_dtype = torch::kBFloat16;
+    options.mp_policy.reduce_dtype = torch::kFloat;
+  }
+  if (task.at("offload")) {
+    options.offload_policy = fsdp::CPUOffloadPolicy{.pin_memory = false};
+  }
+  for (auto& block : *model->blocks) {
+    fsdp::fully_shard(*block, options);
+  }
+  return fsdp::fully_shard(*model, options);
+}
+
+fsdp::FSDPModule wrap_blocks(GPT model) {
+  fsdp::FSDPOptions options;
+  options.auto_wrap_policy = fsdp::ModuleWrapPolicy::of<BlockImpl>();
+  return fsdp::FullyShardedDataParallel<GPT>(model, options).unit();
+}
+
 class Ours : public Contender {
  public:
   Ours(GPT model, const Json& task) : model_(model) {
-    fsdp::FullyShardOptions options;
-    if (task.at("param_dtype") == "bfloat16") {
-      options.mp_policy.param_dtype = torch::kBFloat16;
-      options.mp_policy.reduce_dtype = torch::kFloat;
-    }
-    if (task.at("offload")) {
-      options.offload_policy = fsdp::CPUOffloadPolicy{.pin_memory = false};
-    }
-    for (auto& block : *model->blocks) {
-      fsdp::fully_shard(*block, options);
-    }
-    root_ = std::make_unique<fsdp::FSDPModule>(fsdp::fully_shard(*model, options));
+    const bool fsdp1 = task.at("contender") == "ours_fsdp1";
+    root_ = std::make_unique<fsdp::FSDPModule>(fsdp1 ? wrap_blocks(model) : fully_shard_blocks(model, task));
     optimizer_ = std::make_unique<fsdp::optim::AdamW>(model->parameters(), adamw());
   }
 
@@ -110,7 +121,7 @@ class Compute : public Contender {
 };
 
 std::unique_ptr<Contender> make_contender(const Json& task) {
-  const bool ours = task.at("contender") == "ours";
+  const bool ours = task.at("contender") != "compute";
   if (ours) {
     fsdp::init();
   }

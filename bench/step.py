@@ -39,17 +39,34 @@ def fully_shard_blocks(model, task, fully_shard, precision, offload, no_offload,
 
 def shard_fsdp1(model: GPT, task: dict) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return wrap_blocks(model, FullyShardedDataParallel)
+
+
+def shard_python_fsdp1(model: GPT, task: dict) -> nn.Module:
+    from libfsdp import FullyShardedDataParallel
+
+    return wrap_blocks(model, FullyShardedDataParallel)
+
+
+def wrap_blocks(model: GPT, fsdp) -> nn.Module:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     policy = ModuleWrapPolicy({Block})
-    return FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
+    return fsdp(model, auto_wrap_policy=policy, device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def shard_ddp(model: GPT, task: dict) -> nn.Module:
     return nn.parallel.DistributedDataParallel(model)
 
 
-SHARDED_BY = {"fsdp2": shard_fsdp2, "fsdp1": shard_fsdp1, "ddp": shard_ddp, "python": shard_python}
+SHARDED_BY = {
+    "fsdp2": shard_fsdp2,
+    "fsdp1": shard_fsdp1,
+    "ddp": shard_ddp,
+    "python": shard_python,
+    "python_fsdp1": shard_python_fsdp1,
+}
 
 
 class Training:

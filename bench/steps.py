@@ -47,7 +47,7 @@ class Scenario:
     accumulate: int = 1
     offload: bool = False
     rounds: int = 4
-    memory: bool = False
+    memory_rows: tuple[memory.Compared, ...] = ()
 
 
 BIG = {"width": 1024, "layers": 8, "batch": 1}
@@ -70,7 +70,20 @@ def scenarios() -> list[Scenario]:
                 Compared("step_117m_vs_compute", "compute", 1.0, **at_most),
                 Compared("python_step_117m_vs_fsdp2", "fsdp2", 3.5, **in_python),
             ),
-            memory=True,
+            memory_rows=(
+                memory.Compared("memory_pss_117m_vs_fsdp2", "fsdp2", 1.35),
+                memory.Compared("memory_pss_117m_vs_bound", memory.BOUND, 1.05),
+            ),
+        ),
+        Scenario(
+            "117 M, FSDP1",
+            **BIG,
+            compared=(
+                Compared("fsdp1_step_117m_vs_fsdp1", "fsdp1", ours="ours_fsdp1"),
+                Compared("fsdp1_step_117m_vs_fully_shard", "ours", 1.05, ours="ours_fsdp1", **at_most),
+                Compared("python_fsdp1_step_117m_vs_fsdp1", "fsdp1", ours="python_fsdp1"),
+            ),
+            memory_rows=(memory.Compared("fsdp1_memory_vs_fsdp1", "fsdp1", 1.3, ours="ours_fsdp1"),),
         ),
         Scenario(
             "34 M",
@@ -109,7 +122,7 @@ def one(*compared, **how) -> Callable[..., Scenario]:
 
 
 def names(scenario: Scenario) -> list[str]:
-    return [compared.name for compared in scenario.compared] + (memory.ROWS if scenario.memory else [])
+    return [row.name for row in (*scenario.compared, *scenario.memory_rows)]
 
 
 class Work:
@@ -138,7 +151,7 @@ class Work:
 
     def team(self, contender: str, build: pathlib.Path) -> Team:
         worker = pathlib.Path(__file__).with_name("step.py")
-        compiled = contender in ("ours", "traced", "compute")
+        compiled = contender in ("ours", "ours_fsdp1", "traced", "compute")
         command = [str(build / "bin" / "bench_step")] if compiled else [sys.executable, str(worker)]
         fields = ("width", "layers", "sequence", "param_dtype", "offload", "ranks")
         task = {field: getattr(self.scenario, field) for field in fields}
@@ -151,10 +164,9 @@ class Work:
 def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator:
     work = Work(scenario, scratch)
     compared = [row for row in scenario.compared if wanted(row.name)]
-    with_memory = scenario.memory and any(map(wanted, memory.ROWS))
+    of_memory = [row for row in scenario.memory_rows if wanted(row.name)]
     contenders = dict.fromkeys(name for row in compared for name in (row.ours, row.theirs))
-    if with_memory:
-        contenders |= dict.fromkeys(memory.CONTENDERS)
+    contenders |= dict.fromkeys(memory.contenders(of_memory))
     with contextlib.ExitStack() as stack:
         teams = {}
         for contender in contenders:
@@ -168,8 +180,7 @@ def measure(scenario: Scenario, wanted: Callable[[str], bool], build: pathlib.Pa
         for row in compared:
             milliseconds = [[1e3 * second for second in seconds[name]] for name in (row.ours, row.theirs)]
             yield row.compare(row.name, "ms/step", *milliseconds, row.target)
-        if with_memory:
-            yield from memory.measure(teams, idle, scenario.name, say)
+        yield from memory.measure(of_memory, teams, idle, scenario.name, say)
 
 
 def take_turns(teams: dict[str, Team], scenario: Scenario, say) -> dict[str, list[float]]:

@@ -19,7 +19,7 @@ LAYERS = {
     "nn": ["base", "engine"],
     "optim": ["base", "engine"],
     "state": ["base", "layout", "engine", "nn", "optim"],
-    "fsdp1": ["base", "engine", "nn", "optim"],
+    "fsdp1": ["base", "engine", "nn", "optim", "state"],
 }
 
 # public header: the layer that implements it
@@ -52,6 +52,7 @@ PUBLIC = {
     "sharded_tensor": "engine",
     "shown_shard": "engine",
     "state_dict": "state",
+    "state_dict_type": "fsdp1",
     "summon": "nn",
     "trace": "base",
     "wrap": "nn",

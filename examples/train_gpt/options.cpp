@@ -16,6 +16,7 @@ namespace {
 /// The options as they were written, before they are put together.
 struct Written {
   std::string size = "tiny";
+  std::string api = "fsdp2";
   std::string mesh;
   std::string reshard;
   std::string param_dtype;
@@ -84,6 +85,7 @@ Flags make_flags(Options& options, Written& written) {
   flags.heading("Sharding");
   flags.text("backend", "NAME", "shm, gloo, nccl; without it, by device and hosts", options.backend);
   flags.text("device", "NAME", "cpu, cuda; without it, cuda where each rank of a host has one", options.device);
+  flags.text("api", "NAME", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel", written.api);
   flags.text("mesh", "RxS", "hybrid: R replicas of a model sharded over S ranks", written.mesh);
   flags.text("reshard-after-forward", "R", "true, false, or to how many ranks", written.reshard);
   flags.text("param-dtype", "DTYPE", "compute in it: bfloat16, float16", written.param_dtype);
@@ -151,6 +153,7 @@ void complete(Options& options, const Written& written) {
   if (options.lr == 0) {
     options.lr = 0.5 / static_cast<double>(options.model.width); // wide models need small steps
   }
+  options.fsdp1 = choose<bool>({{"fsdp1", true}, {"fsdp2", false}}, "api", written.api);
   if (!written.mesh.empty()) {
     options.mesh = read_mesh(written.mesh);
   }
@@ -177,6 +180,9 @@ void check_together(const Options& options) {
       "expected --single beside --ranks, got --ranks alone: it is the launcher that starts several ranks, as in "
       "torchrun --no-python --nproc-per-node " +
           std::to_string(options.ranks));
+  require(
+      !options.fsdp1 || !options.reshard_after_forward.ranks(),
+      "expected true or false for --reshard-after-forward beside --api fsdp1, got a number of ranks: leave --api out");
   require(
       !options.single || (!options.param_dtype && !options.reduce_dtype),
       "expected no --param-dtype and no --reduce-dtype beside --single, which is plain LibTorch: leave them out");

@@ -29,6 +29,7 @@ struct Options {
 
   std::string backend;
   std::string device;
+  bool fsdp1 = false; ///< shard by FullyShardedDataParallel
   std::vector<int64_t> mesh; ///< empty: all ranks in one dimension
   fsdp::ReshardAfterForward reshard_after_forward;
   std::optional<c10::ScalarType> param_dtype;

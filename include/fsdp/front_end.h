@@ -72,10 +72,18 @@ FSDP_API FSDPModule module_of(const at::Tensor& shard);
 FSDP_API bool is_root(const FSDPModule& module);
 /// An error while parameters of the module have no values yet.
 FSDP_API void check_materialized(const FSDPModule& module);
+/// From now on its parameters are gathered in this dtype, and inputs cast to it; unset: in their own. A
+/// backward through what was recorded before is an error. Collective where that changes.
+FSDP_API void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype);
 /// The handle of a shard; made anew if nobody holds it.
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
 /// `requires_grad` was set on the handle or on what users are shown of the shard: the other follows.
 FSDP_API void follow_requires_grad(const at::Tensor& tensor);
+/// The wholes, on `device` of every rank, of what is cut as parameters are: each tensor comes with the parameter's shard or
+/// handle, and stands for the parameter's own values where it is unset. Those of one unit that
+/// follow one another travel together. Collective.
+FSDP_API std::vector<at::Tensor> full_tensors(
+    const std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>>& pieces, c10::Device device);
 /// This rank's piece of a whole parameter, as a tensor of its own.
 FSDP_API at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole);
 /// From now on users are shown `shown` in place of the shard.

@@ -21,6 +21,7 @@
 #include <fsdp/sharded_grad_scaler.h>
 #include <fsdp/sharded_tensor.h>
 #include <fsdp/state_dict.h>
+#include <fsdp/state_dict_type.h>
 #include <fsdp/summon.h>
 #include <fsdp/trace.h>
 #include <fsdp/wrap.h>

@@ -199,6 +199,7 @@ void bind_front_end(py::module_& m) {
   m.def("is_root", &is_root, py::arg("unit"));
   m.def(
       "full_tensor", [](const at::Tensor& shard) { return sharded(shard).full_tensor(); }, py::arg("shard"), NoGil());
+  m.def("full_tensors", &full_tensors, py::arg("pieces"), py::arg("device"), NoGil());
   m.def("belongs_to_unit", &belongs_to_unit, py::arg("tensor"));
   m.def("module_of", &module_of, py::arg("shard"));
   m.def("restore_handle", &restore_handle, py::arg("unit"), py::arg("handle"), NoGil());

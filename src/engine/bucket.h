@@ -54,6 +54,10 @@ class Bucket {
   }
   virtual void add(Param* param, std::shared_ptr<GatherExtension> extension);
   c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
+  /// In which dtype to gather from the next `settle` on.
+  void set_param_dtype(std::optional<c10::ScalarType> param_dtype) {
+    options_.param_dtype = param_dtype;
+  }
 
   /// False while all parameters are on the meta device.
   bool has_values() const;

@@ -425,6 +425,20 @@ void Unit::settle_replaced_shards() {
   }
 }
 
+void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
+  reshard();
+  precision_.param_dtype = param_dtype;
+  for (auto& param : params_) {
+    param->values_change();
+  }
+  for (auto& bucket : buckets_) {
+    bucket->set_param_dtype(param_dtype);
+    if (bucket->has_values()) {
+      settle(*bucket, "train or eval");
+    }
+  }
+}
+
 void Unit::check_materialized() const {
   if (std::none_of(params_.begin(), params_.end(), [](const auto& param) { return param->on_meta(); })) {
     return;

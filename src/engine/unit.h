@@ -219,6 +219,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void expect_unseen_writes();
   /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
   void settle_replaced_shards();
+  /// From now on parameters are gathered in this dtype, and inputs cast to it; unset: in their own. A backward through
+  /// what was recorded before is an error. Collective.
+  void compute_in(std::optional<c10::ScalarType> param_dtype);
   bool has_params_on_meta() const {
     return on_meta_;
   }

@@ -15,6 +15,7 @@
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "fsdp1/root_call.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -111,56 +112,6 @@ void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
       "summon_full_params",
       operation,
       state);
-}
-
-template <typename Attribute>
-void check_homogeneous(
-    const std::vector<std::shared_ptr<Impl>>& instances, const char* name, const Attribute& attribute) {
-  for (const auto& instance : instances) {
-    FSDP_CHECK(
-        attribute(instance->options) == attribute(instances[0]->options),
-        "[FullyShardedDataParallel] Expects one homogeneous value for {} but found both true and false: give all units "
-        "of a model the same",
-        name);
-  }
-}
-
-void cast_buffers(
-    torch::nn::Module& module,
-    std::optional<c10::ScalarType> dtype,
-    const std::vector<const torch::nn::Module*>& ignored) {
-  if (std::find(ignored.begin(), ignored.end(), &module) != ignored.end()) {
-    return;
-  }
-  const auto unit = nn::registry::find(module);
-  if (const auto instance = unit ? instances::find(unit) : nullptr) {
-    dtype = instance->options.mixed_precision.buffer_dtype;
-  }
-  for (auto& buffer : module.buffers(/*recurse=*/false)) {
-    if (dtype && buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != *dtype) {
-      const engine::InternalScope scope;
-      buffer.set_data(buffer.to(*dtype));
-    }
-  }
-  for (const auto& child : module.children()) {
-    cast_buffers(*child, dtype, ignored);
-  }
-}
-
-// At the root's first call, when all units are there.
-void initialize(Impl& root) {
-  if (std::exchange(root.is_initialized, true)) {
-    return;
-  }
-  torch::nn::Module& module = root.module("forward");
-  const auto instances = instances::below(module);
-  check_homogeneous(instances, "use_orig_params", [](const auto& options) { return options.use_orig_params; });
-  check_homogeneous(instances, "limit_all_gathers", [](const auto& options) { return options.limit_all_gathers; });
-  std::vector<const torch::nn::Module*> ignored;
-  for (const auto& each : root.options.ignored_modules) {
-    ignored.push_back(&each.for_operation("forward"));
-  }
-  cast_buffers(module, std::nullopt, ignored);
 }
 
 } // namespace
@@ -262,7 +213,7 @@ FSDPInstance::Call::Call(const FSDPInstance& instance) {
   const auto root = root_of(instance.impl_->unit("forward"));
   impl_ = instances::find(root);
   if (impl_) { // else it is one that `fully_shard` has made
-    initialize(*impl_);
+    root_call::prepare(*impl_);
     ++impl_->running_calls;
   }
 }

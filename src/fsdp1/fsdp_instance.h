@@ -1,8 +1,12 @@
 #pragma once
 
+#include <map>
 #include <memory>
+#include <optional>
+#include <string>
 
 #include <fsdp/fully_sharded_data_parallel.h>
+#include <fsdp/state_dict_type.h>
 
 #include "engine/unit.h"
 
@@ -18,6 +22,10 @@ struct FSDPInstance::Impl {
   int no_sync_guards = 0;
   bool is_initialized = false; // as the root's first call does
   bool has_comm_hook = false;
+  bool full_precision_in_eval = false;
+  std::optional<bool> in_full_precision = std::nullopt; ///< of the root; unset before the first call
+  std::map<std::string, c10::ScalarType> lowered_buffers = {}; ///< by name, what they were; of the root
+  StateDictSettings state_dict_settings = {};
 
   /// An Error of this operation's if the model is gone.
   std::shared_ptr<engine::Unit> unit(const char* operation) const;

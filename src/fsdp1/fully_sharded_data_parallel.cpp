@@ -12,6 +12,7 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
+#include "base/env.h"
 #include "base/format.h"
 #include "base/log.h"
 #include "engine/tenant.h"
@@ -248,6 +249,7 @@ std::shared_ptr<FSDPInstance::Impl> make_instance(
   instance->weak_module = module.weak_from_this();
   instance->options = options;
   instance->strategy = strategy;
+  instance->full_precision_in_eval = env::flag("FSDP_USE_FULL_PREC_IN_EVAL").value_or(false);
   instances::enter(instance);
   return instance;
 }

@@ -10,6 +10,7 @@
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
+#include "engine/put_together.h"
 #include "engine/running_calls.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
@@ -109,6 +110,40 @@ void follow_requires_grad(const at::Tensor& tensor) {
   param_behind(tensor, "follow_requires_grad").follow_requires_grad();
 }
 
+static engine::PieceOf piece_behind(const at::Tensor& tensor, const std::optional<at::Tensor>& local) {
+  const auto& param = param_behind(tensor, "full_tensors");
+  param.unit().before_shard_read();
+  const engine::PieceOf piece{&param, local ? local->detach() : param.shard().detach()};
+  FSDP_CHECK(
+      piece.local.sizes() == param.shard().sizes(),
+      "[full_tensors] what this rank has of '{}' has sizes {}, so a tensor of sizes {} is not cut alike",
+      param.name(),
+      param.shard().sizes(),
+      piece.local.sizes());
+  return piece;
+}
+
+std::vector<at::Tensor> full_tensors(
+    const std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>>& pieces, c10::Device device) {
+  std::vector<at::Tensor> wholes;
+  std::vector<engine::PieceOf> together;
+  const auto travel = [&] {
+    const std::string name = together.empty() ? "" : together.front().param->name();
+    const auto arrived = engine::put_together(together, device, {"full_tensors", name});
+    wholes.insert(wholes.end(), arrived.begin(), arrived.end());
+    together.clear();
+  };
+  for (const auto& [tensor, local] : pieces) {
+    const engine::PieceOf piece = piece_behind(tensor, local);
+    if (!together.empty() && &together.front().param->bucket() != &piece.param->bucket()) {
+      travel();
+    }
+    together.push_back(piece);
+  }
+  travel();
+  return wholes;
+}
+
 at::Tensor piece_of(const at::Tensor& shard, const at::Tensor& whole) {
   const auto& param = param_behind(shard, "piece_of");
   engine::InternalScope scope;
@@ -153,6 +188,16 @@ void expect_calls(const FSDPModule& module) {
 
 bool is_root(const FSDPModule& module) {
   return module.unit()->parent() == nullptr;
+}
+
+void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype) {
+  engine::Unit& unit = *module.unit();
+  if (unit.precision().param_dtype != param_dtype) {
+    const WithoutCallersLock no_callers_lock;
+    const auto lock = unit.runtime().lock();
+    const engine::InternalScope scope;
+    unit.compute_in(param_dtype);
+  }
 }
 
 void check_materialized(const FSDPModule& module) {

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <utility>
 
@@ -111,14 +112,39 @@ void compare_state(const NamedTensor& param, const State& state, const KnownFiel
   }
 }
 
+/// Parameters that lie in one flat parameter have one state, so one of each number.
+class OneOfEachNumber {
+ public:
+  void compare(const NamedTensor& param, const OptimizerByName::Values& scalars, Lines& lines) {
+    if (param.flat() == nullptr) {
+      return;
+    }
+    const auto [place, is_first] = of_flat_.try_emplace(param.flat(), &param, &scalars);
+    const auto& [other, others] = place->second;
+    if (!is_first && *others != scalars) {
+      lines.push_back(phrase(
+          "'{}' and '{}' lie in one flat parameter, but differ in 'step' or another number (use_orig_params = true "
+          "keeps "
+          "them apart)",
+          other->name,
+          param.name));
+    }
+  }
+
+ private:
+  std::map<const engine::FlatShard*, std::pair<const NamedTensor*, const OptimizerByName::Values*>> of_flat_;
+};
+
 template <typename Dict>
 void check(const OptimizerByName& optimizer, const Dict& dict) {
   Lines lines;
   compare_groups(optimizer, dict, lines);
   const KnownFields known(optimizer.kind());
+  OneOfEachNumber numbers;
   for (const auto& item : dict.state) {
     if (const NamedTensor* param = optimizer.find(item.key())) {
       compare_state(*param, item.value(), known, lines);
+      numbers.compare(*param, item.value().scalars, lines);
     } else {
       lines.push_back(phrase("'{}' is no parameter of this optimizer's", item.key()));
     }

@@ -6,7 +6,6 @@
 
 #include "base/check.h"
 #include "engine/bucket.h"
-#include "engine/flat_shard.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/hidden_parameters.h"
@@ -28,6 +27,15 @@ void check_not_summoned(const torch::nn::Module& module, const char* operation) 
 }
 
 } // namespace
+
+engine::FlatShard* NamedTensor::flat() const {
+  return param != nullptr ? param->bucket().flat_shard() : nullptr;
+}
+
+const at::Tensor& NamedTensor::trained() const {
+  engine::FlatShard* flat_shard = flat();
+  return flat_shard != nullptr ? flat_shard->tensor() : leaf();
+}
 
 std::vector<NamedTensor> named_tensors(ModuleRef given, const char* operation) {
   torch::nn::Module& module = given.for_operation(operation);

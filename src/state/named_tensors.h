@@ -8,6 +8,7 @@
 #include <fsdp/held.h>
 #include <fsdp/module_ref.h>
 
+#include "engine/flat_shard.h"
 #include "engine/param.h"
 #include "layout/elements.h"
 
@@ -23,10 +24,13 @@ struct NamedTensor {
   c10::IntArrayRef sizes() const {
     return param != nullptr ? c10::IntArrayRef(param->layout().sizes()) : tensor.sizes();
   }
-  /// What optimizers are given.
   const at::Tensor& leaf() const {
     return param != nullptr ? param->shard() : tensor;
   }
+  /// Null unless the leaf is shown as a part of a flat parameter.
+  engine::FlatShard* flat() const;
+  /// What optimizers are given: the leaf, or the flat parameter.
+  const at::Tensor& trained() const;
 };
 
 /// In the order of the modules, each module's parameters before its buffers; what has several names is there under

@@ -1,7 +1,8 @@
 #include "state/optimizer_by_name.h"
 
+#include <ATen/ops/zeros.h>
+
 #include "base/check.h"
-#include "engine/flat_shard.h"
 #include "engine/tenant.h"
 
 namespace fsdp::state {
@@ -9,16 +10,24 @@ namespace fsdp::state {
 OptimizerByName::OptimizerByName(
     const std::vector<NamedTensor>& tensors, const torch::optim::Optimizer& optimizer, const char* operation)
     : optimizer_(optimizer), kind_(kind_of(optimizer, operation)) {
-  for (const auto& tensor : tensors) {
-    if (!tensor.is_buffer) {
-      const auto first = by_leaf_.emplace(tensor.leaf().unsafeGetTensorImpl(), &tensor).first;
-      by_name_[tensor.name] = first->second;
-    }
-  }
+  add_names(tensors);
   for (const auto& group : optimizer.param_groups()) {
     check_params(group, operation);
   }
   add_params(tensors);
+}
+
+void OptimizerByName::add_names(const std::vector<NamedTensor>& tensors) {
+  for (const auto& tensor : tensors) {
+    if (tensor.is_buffer) {
+      continue;
+    }
+    const auto [place, is_first] = by_leaf_.emplace(tensor.leaf().unsafeGetTensorImpl(), &tensor);
+    by_name_[tensor.name] = place->second;
+    if (is_first) {
+      by_trained_[tensor.trained().unsafeGetTensorImpl()].push_back(&tensor);
+    }
+  }
 }
 
 void OptimizerByName::check_params(const torch::optim::OptimizerParamGroup& group, const char* operation) const {
@@ -30,12 +39,7 @@ void OptimizerByName::check_params(const torch::optim::OptimizerParamGroup& grou
         operation,
         engine::param_of(tensor)->name());
     FSDP_CHECK(
-        engine::flat_shard_of(tensor) == nullptr,
-        "[{}] the optimizer was given flat parameters, whose states have no parameters' names: build the model with "
-        "use_orig_params = true where optimizers' states are to be saved",
-        operation);
-    FSDP_CHECK(
-        by_leaf_.count(tensor.unsafeGetTensorImpl()) != 0,
+        by_trained_.count(tensor.unsafeGetTensorImpl()) != 0,
         "[{}] the optimizer has a parameter of sizes {} that is not the module's: give the module of whose parameters "
         "the optimizer was built",
         operation,
@@ -51,7 +55,8 @@ void OptimizerByName::add_params(const std::vector<NamedTensor>& tensors) {
     }
   }
   for (const auto& tensor : tensors) {
-    if (!tensor.is_buffer && optimized.erase(tensor.leaf().unsafeGetTensorImpl()) != 0) {
+    const bool is_first_name = !tensor.is_buffer && by_leaf_.at(tensor.leaf().unsafeGetTensorImpl()) == &tensor;
+    if (is_first_name && optimized.count(tensor.trained().unsafeGetTensorImpl()) != 0) {
       params_.push_back(&tensor);
       optimized_.insert(&tensor);
     }
@@ -74,7 +79,7 @@ const std::string& OptimizerByName::first_name(const std::string& name) const {
 }
 
 std::optional<OptimizerByName::ParamState> OptimizerByName::state_of(const NamedTensor& param) const {
-  const auto found = optimizer_.state().find(param.leaf().unsafeGetTensorImpl());
+  const auto found = optimizer_.state().find(param.trained().unsafeGetTensorImpl());
   if (found == optimizer_.state().end()) {
     return std::nullopt;
   }
@@ -84,7 +89,7 @@ std::optional<OptimizerByName::ParamState> OptimizerByName::state_of(const Named
     if (tensor == nullptr) {
       state.scalars[field.name] = value_of(field);
     } else if (tensor->defined()) {
-      state.tensors[field.name] = *tensor;
+      state.tensors[field.name] = param.flat() != nullptr ? param.flat()->part_of(*param.param, *tensor) : *tensor;
     }
   }
   return state;
@@ -96,9 +101,10 @@ std::vector<OptimizerByName::ParamGroup> OptimizerByName::groups() const {
     ParamGroup& named = groups.emplace_back();
     std::unordered_set<std::string> seen;
     for (const auto& tensor : group.params()) {
-      const std::string& name = by_leaf_.at(tensor.unsafeGetTensorImpl())->name;
-      if (seen.insert(name).second) {
-        named.params.push_back(name);
+      for (const NamedTensor* param : by_trained_.at(tensor.unsafeGetTensorImpl())) {
+        if (seen.insert(param->name).second) {
+          named.params.push_back(param->name);
+        }
       }
     }
     for (const auto& field : kind_.fields_of(const_cast<torch::optim::OptimizerOptions&>(group.options()))) {
@@ -109,6 +115,32 @@ std::vector<OptimizerByName::ParamGroup> OptimizerByName::groups() const {
 }
 
 namespace {
+
+/// The states of parameters that lie in one flat parameter, put together: zeros for one that has none. Scalars are the
+/// same for all of them.
+class FlatState {
+ public:
+  explicit FlatState(const engine::FlatShard& flat) : flat_(flat) {}
+
+  void add(const NamedTensor& param, const OptimStateDict::ParamState& state) {
+    state_.scalars = state.scalars;
+    for (const auto& [key, tensor] : state.tensors) {
+      at::Tensor& together = state_.tensors[key];
+      if (!together.defined()) {
+        const auto options = at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
+        together = at::zeros(flat_.tensor().sizes(), options);
+      }
+      flat_.part_of(*param.param, together).copy_(tensor);
+    }
+  }
+  const OptimStateDict::ParamState& state() const {
+    return state_;
+  }
+
+ private:
+  const engine::FlatShard& flat_;
+  OptimStateDict::ParamState state_;
+};
 
 std::unique_ptr<torch::optim::OptimizerParamState> make_state(
     const OptimizerKind& kind, const OptimStateDict::ParamState& wanted) {
@@ -139,11 +171,19 @@ void replace_state(torch::optim::Optimizer& optimizer, const OptimizerByName& by
   auto& states = optimizer.state();
   if (!by_name.kind().needs_state()) {
     for (const NamedTensor* param : by_name.params()) {
-      states.erase(param->leaf().unsafeGetTensorImpl());
+      states.erase(param->trained().unsafeGetTensorImpl());
     }
   }
+  std::map<const engine::FlatShard*, FlatState> of_flat;
   for (const auto& [param, state] : wanted.params) {
-    states[param->leaf().unsafeGetTensorImpl()] = make_state(by_name.kind(), state);
+    if (const engine::FlatShard* flat = param->flat()) {
+      of_flat.try_emplace(flat, *flat).first->second.add(*param, state);
+    } else {
+      states[param->leaf().unsafeGetTensorImpl()] = make_state(by_name.kind(), state);
+    }
+  }
+  for (const auto& [flat, together] : of_flat) {
+    states[flat->tensor().unsafeGetTensorImpl()] = make_state(by_name.kind(), together.state());
   }
   for (size_t group = 0; group < wanted.options.size(); ++group) {
     set_options(optimizer.param_groups()[group].options(), by_name.kind(), wanted.options[group]);

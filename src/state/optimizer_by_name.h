@@ -32,7 +32,7 @@ class OptimizerByName {
   const OptimizerKind& kind() const {
     return kind_;
   }
-  /// Those that the optimizer has, in the model's order; tied ones once.
+  /// Those that the optimizer has, in the model's order; tied ones once, and of a flat parameter all that lie in it.
   const std::vector<const NamedTensor*>& params() const {
     return params_;
   }
@@ -48,12 +48,14 @@ class OptimizerByName {
   std::vector<ParamGroup> groups() const;
 
  private:
+  void add_names(const std::vector<NamedTensor>& tensors);
   void add_params(const std::vector<NamedTensor>& tensors);
   void check_params(const torch::optim::OptimizerParamGroup& group, const char* operation) const;
 
   const torch::optim::Optimizer& optimizer_;
   const OptimizerKind& kind_;
   std::unordered_map<const c10::TensorImpl*, const NamedTensor*> by_leaf_; // all parameters, under their first names
+  std::unordered_map<const c10::TensorImpl*, std::vector<const NamedTensor*>> by_trained_; // the same
   std::unordered_map<std::string, const NamedTensor*> by_name_; // likewise, by any name
   std::vector<const NamedTensor*> params_;
   std::unordered_set<const NamedTensor*> optimized_; // the same

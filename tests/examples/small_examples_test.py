@@ -1,5 +1,6 @@
 """The numbered examples, run as their first lines say."""
 
+import math
 import os
 import re
 import shutil
@@ -65,6 +66,13 @@ class SmallExamples(unittest.TestCase):
         result = support.run("03_hybrid_mesh", ranks=1)
         self.assertEqual(result.returncode, 1)
         self.assertIn("even number of ranks", result.stderr)
+
+    def test_fsdp1(self):
+        for ranks in (1, 2, 3):
+            output = self.train("05_fsdp1", ranks)
+            kept = re.findall(r"rank \d keeps (\d+) numbers in blocks.0._flat_param", output)
+            self.assertEqual([int(numbers) for numbers in kept], [math.ceil(8352 / ranks)] * ranks)
+            self.assertIn("rank 0 has all 18 parameters, blocks.0.widen.weight among them: [128, 32]", output)
 
     def test_multi_host(self):
         """Two hosts with two ranks each, as two launchers would start them."""

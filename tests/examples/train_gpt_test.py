@@ -103,6 +103,11 @@ class TrainGpt(unittest.TestCase):
     def test_offload_changes_no_numbers(self):
         self.assert_same_bits(2, "--offload")
 
+    def test_both_interfaces_train_alike(self):
+        self.assert_same_bits(3, "--api", "fsdp1")
+        self.assert_same_bits(2, "--api", "fsdp1", "--reshard-after-forward", "false", common=["--accumulate", 2])
+        self.assert_same_numbers(4, "--api", "fsdp1", "--mesh", "2x2")
+
     def test_gloo_changes_no_numbers(self):
         self.assert_same_bits(2, "--backend", "gloo")
 

@@ -2,6 +2,7 @@
 
 #include "fsdp1/train.h"
 #include "support/error_message.h"
+#include "support/scoped_environment.h"
 
 namespace fsdp::testing {
 namespace {
@@ -229,6 +230,68 @@ TEST(Instance, CastBuffersAtTheFirstForwardAndKeepBatchNormInFullPrecision) {
     EXPECT_EQ(cast[1]->named_buffers()["running_mean"].scalar_type(), torch::kFloat);
     cast(torch::ones({3, 4}));
     EXPECT_EQ(cast[1]->named_buffers()["running_mean"].scalar_type(), torch::kBFloat16);
+  });
+}
+
+class FullPrecisionInEvaluation : public ::testing::TestWithParam<int> {};
+
+INSTANTIATE_TEST_SUITE_P(Ranks, FullPrecisionInEvaluation, ::testing::Values(1, 2, 3, 4));
+
+torch::nn::Sequential normed_layers() {
+  static std::mutex mutex; // ranks that are threads share one random number generator
+  const std::lock_guard lock(mutex);
+  torch::manual_seed(5);
+  return torch::nn::Sequential(torch::nn::Linear(4, 5), torch::nn::BatchNorm1d(5), torch::nn::Linear(5, 3));
+}
+
+TEST_P(FullPrecisionInEvaluation, IsWhatTheEnvironmentAskedFor) {
+  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_USE_FULL_PREC_IN_EVAL", "1"}});
+  on_threads(GetParam(), [] {
+    for (const auto& setting : plain_settings()) {
+      FSDPOptions options = options_of(setting);
+      options.mixed_precision = {
+          .param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat, .buffer_dtype = torch::kBFloat16};
+      auto layers = normed_layers();
+      Wrapped model(normed_layers(), options), never_evaluated(normed_layers(), options);
+      torch::optim::SGD optimizer(model->parameters(), 0.1), other(never_evaluated->parameters(), 0.1);
+      const auto x = subjects::data(rank(), 0, {6, 4});
+      layers->eval();
+      model->eval();
+      for (int step = 0; step < 2; ++step) {
+        if (step == 0) { // afterwards the weights are others
+          const auto evaluated = model(x);
+          EXPECT_EQ(evaluated.scalar_type(), torch::kFloat);
+          EXPECT_TRUE(evaluated.equal(layers->forward(x)));
+        }
+        EXPECT_EQ(model(x).scalar_type(), torch::kFloat);
+        model->train();
+        const auto trained = model(x), expected = never_evaluated(x);
+        EXPECT_EQ(trained.scalar_type(), torch::kBFloat16);
+        EXPECT_TRUE(trained.equal(expected));
+        trained.sum().backward();
+        expected.sum().backward();
+        optimizer.step();
+        other.step();
+        model->eval();
+      }
+      model(x);
+      EXPECT_EQ(model[1]->named_buffers()["running_mean"].scalar_type(), torch::kFloat);
+      const auto state = full_state_dict(model), wanted = full_state_dict(never_evaluated);
+      EXPECT_TRUE(state["0.weight"].equal(wanted["0.weight"]));
+    }
+  });
+}
+
+TEST(FullPrecisionInEvaluationErrors, AreBackwardsThroughWhatWasRecordedBefore) {
+  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_USE_FULL_PREC_IN_EVAL", "1"}});
+  on_threads(2, [] {
+    FSDPOptions options;
+    options.mixed_precision.param_dtype = torch::kBFloat16;
+    Wrapped model(two_layers(), options);
+    auto loss = model(torch::ones({1, 4})).sum();
+    model->eval();
+    EXPECT_EQ(model(torch::ones({1, 4})).scalar_type(), torch::kFloat);
+    EXPECT_THROW(loss.backward(), c10::Error) << "values that it saved are no more";
   });
 }
 

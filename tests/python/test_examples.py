@@ -23,14 +23,18 @@ def torchrun(ranks, script, *arguments):
     return result.stdout
 
 
-def test_one_line_switches_from_pytorch(tmp_path):
-    ours = EXAMPLES / "switch_from_pytorch.py"
+@pytest.mark.parametrize(
+    ("script", "imported"),
+    [("switch_from_pytorch.py", "fully_shard"), ("fsdp1.py", "FullyShardedDataParallel as FSDP")],
+)
+def test_one_line_switches_from_pytorch(script, imported, tmp_path):
+    ours = EXAMPLES / script
     theirs = tmp_path / "before.py"
-    line = "\nfrom libfsdp import fully_shard\n"
+    line = f"\nfrom libfsdp import {imported}\n"
     assert line in ours.read_text()
-    theirs.write_text(ours.read_text().replace(line, "\nfrom torch.distributed.fsdp import fully_shard\n"))
-    losses = [re.findall(r"step \d+: loss [\d.]+", torchrun(2, script)) for script in (ours, theirs)]
-    assert len(losses[0]) == 4 and losses[0] == losses[1]
+    theirs.write_text(ours.read_text().replace(line, f"\nfrom torch.distributed.fsdp import {imported}\n"))
+    outputs = [re.findall(r"step \d+: loss [\d.]+|rank 0 has .*", torchrun(2, script)) for script in (ours, theirs)]
+    assert len(outputs[0]) >= 4 and outputs[0] == outputs[1]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -48,25 +48,32 @@ struct OddNetImpl : torch::nn::Module {
 };
 TORCH_MODULE(OddNet);
 
-enum class Form { kUnsharded, kRows, kColumns, kFlat, kAligned, kHybrid, kHybridFlat };
+/// Flat: cut as one; shown: as one tensor too.
+enum class Form { kUnsharded, kRows, kColumns, kFlat, kAligned, kShown, kHybrid, kHybridFlat, kHybridShown };
 
 inline const char* name_of(Form form) {
-  return std::array{"unsharded", "rows", "columns", "flat", "aligned", "hybrid", "hybrid flat"}[static_cast<int>(form)];
+  constexpr std::array kNames{
+      "unsharded", "rows", "columns", "flat", "aligned", "shown", "hybrid", "hybrid flat", "hybrid shown"};
+  return kNames[static_cast<int>(form)];
 }
 
 inline bool is_hybrid(Form form) {
-  return form == Form::kHybrid || form == Form::kHybridFlat;
+  return form == Form::kHybrid || form == Form::kHybridFlat || form == Form::kHybridShown;
+}
+
+inline bool is_shown_as_one(Form form) {
+  return form == Form::kShown || form == Form::kHybridShown;
 }
 
 inline bool is_flat(Form form) {
-  return form == Form::kFlat || form == Form::kAligned || form == Form::kHybridFlat;
+  return form == Form::kFlat || form == Form::kAligned || form == Form::kHybridFlat || is_shown_as_one(form);
 }
 
 /// Those that so many ranks can have.
 inline std::vector<Form> forms(int ranks) {
-  std::vector<Form> forms{Form::kUnsharded, Form::kRows, Form::kColumns, Form::kFlat, Form::kAligned};
+  std::vector<Form> forms{Form::kUnsharded, Form::kRows, Form::kColumns, Form::kFlat, Form::kAligned, Form::kShown};
   if (ranks == 4) {
-    forms.insert(forms.end(), {Form::kHybrid, Form::kHybridFlat});
+    forms.insert(forms.end(), {Form::kHybrid, Form::kHybridFlat, Form::kHybridShown});
   }
   return forms;
 }
@@ -77,6 +84,9 @@ inline void shard(OddNet& net, Form form) {
   }
   FullyShardOptions options;
   options.ignored_params = {net->own};
+  if (is_shown_as_one(form)) { // which is trainable as a whole, or frozen
+    options.ignored_params.push_back(net->frozen);
+  }
   if (form == Form::kColumns) {
     options.shard_placement_fn = [](const at::Tensor& parameter, const std::string&) {
       return ShardPlacement{.dim = std::max<int64_t>(0, parameter.dim() - 1)};
@@ -85,10 +95,17 @@ inline void shard(OddNet& net, Form form) {
   if (is_hybrid(form)) {
     options.mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
   }
-  const auto flat = is_flat(form) ? std::optional(fsdp::nn::FlatCut{form == Form::kAligned ? 16 : 1}) : std::nullopt;
+  const fsdp::nn::FlatCut cut{.alignment = form == Form::kAligned ? 16 : 1, .shown_as_one = is_shown_as_one(form)};
+  const auto flat = is_flat(form) ? std::optional(cut) : std::nullopt;
   fsdp::nn::make_unit({net->first.get()}, options, flat);
   fsdp::nn::make_unit({net->spare.get()}, options, flat);
   fsdp::nn::make_unit({net.get()}, options, flat);
+}
+
+/// By a name that some unit might have taken.
+inline bool is_sharded_in(Form form, const std::string& name) {
+  const bool left_alone = name == "own" || (name == "frozen" && is_shown_as_one(form));
+  return form != Form::kUnsharded && !left_alone;
 }
 
 inline OddNet make(Form form, double begin) {

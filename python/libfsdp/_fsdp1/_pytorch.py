@@ -1,22 +1,31 @@
 """What of PyTorch's FSDP1 is private and used here."""
 
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
 __all__ = [
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "ActivationWrapper",
+    "ShardedTensor",
     "TrainingState",
     "auto_wrap",
+    "chunk_dtensor",
+    "chunk_sharded_tensor",
     "clean_tensor_name",
     "default_group",
+    "gather_sharded_tensor",
     "without_checkpoint",
 ]
 
 auto_wrap = _auto_wrap
+chunk_dtensor, chunk_sharded_tensor = _create_chunk_dtensor, _create_chunk_sharded_tensor
+gather_sharded_tensor = _all_gather_sharded_tensor
 default_group = _get_default_group
 
 

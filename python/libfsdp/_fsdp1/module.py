@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from .. import _C
 from .._state import _cast_to, map_tensors
 from .._tools import clip_grad_norm_
-from . import refused, state_dicts
+from . import optimizer_legacy, optimizer_state_dicts, state_dict_types, state_dicts
 from ._pytorch import FSDP_PREFIX, TrainingState, auto_wrap, without_checkpoint
 from .buffers import cast_buffers
 from .copies import copy_values, copy_wrapped
@@ -84,7 +84,7 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
-        self._state_dict_settings = state_dicts.default_settings()
+        self._state_dict_settings = state_dict_types.default_settings()
         self._summoned, self._is_prepared = False, False
         if auto_wrap_policy is not None:
             arguments = dict(
@@ -348,11 +348,11 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
         """For the wrappers in a module; returns what it was before."""
-        return state_dicts.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return state_dict_types.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        return state_dicts.get_type(module)
+        return state_dict_types.get_type(module)
 
     @staticmethod
     def state_dict_type(
@@ -362,7 +362,24 @@ class FullyShardedDataParallel(nn.Module):
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> contextlib.AbstractContextManager[None]:
         """The same for a while."""
-        return state_dicts.type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return state_dict_types.type_for_a_while(module, state_dict_type, state_dict_config, optim_state_dict_config)
+
+    optim_state_dict = staticmethod(optimizer_state_dicts.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optimizer_state_dicts.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optimizer_legacy.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optimizer_legacy.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optimizer_legacy.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optimizer_legacy.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optimizer_legacy.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optimizer_legacy.rekey_optim_state_dict)
+
+    def _fqn_modifiers(self) -> NoReturn:
+        """Asked for by ``torch.distributed.checkpoint.state_dict`` alone, which would take parts for wholes."""
+        raise NotImplementedError(
+            "torch.distributed.checkpoint.state_dict does not know libfsdp's FullyShardedDataParallel: within "
+            "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT, use model.state_dict() and "
+            "FSDP.optim_state_dict(model, optimizer); for loading, model.load_state_dict() and FSDP.optim_state_dict_to_load()"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":
         """Wrapped in the same way, with the same values. Collective."""
@@ -392,7 +409,3 @@ def _set_sync(instances: list[FullyShardedDataParallel], sync: bool) -> None:
     for instance in instances:
         instance._sync_gradients = sync
         instance._fsdp_state.unit.set_requires_gradient_sync(sync, False)
-
-
-for _name in refused.NAMES:
-    setattr(FullyShardedDataParallel, _name, staticmethod(refused.refusal(_name)))

@@ -1,4 +1,4 @@
-"""``state_dict()`` and ``load_state_dict()`` of wrappers: whole values under the names of the unwrapped model."""
+"""``state_dict()`` and ``load_state_dict()`` of wrappers: values under the names of the unwrapped model, whole or in rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,72 +6,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import StateDictSettings, StateDictType
 
 from .. import _C
 from ._pytorch import FSDP_PREFIX
 from .buffers import saved_dtype
 from .flat import FlatState, PlaceOfPart, shown
 from .places import own_buffers, own_params
+from .plain import PlainSharded
+from .sharded_values import rows_of, whole_of
 from .state import instances_below
-
-CONFIGS = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-def default_settings() -> StateDictSettings:
-    return StateDictSettings(StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig())
-
-
-def set_type(
-    module: nn.Module,
-    state_dict_type: StateDictType,
-    state_dict_config: StateDictConfig | None,
-    optim_state_dict_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
-    kinds = CONFIGS[state_dict_type]
-    configs = [state_dict_config or kinds[0](), optim_state_dict_config or kinds[1]()]
-    for kind, config, name in zip(kinds, configs, ("state_dict_config", "optim_state_dict_config"), strict=True):
-        if type(config) is not kind:
-            raise RuntimeError(f"Expected {name} of type {kind} but got {type(config)}")
-    if state_dict_type is not StateDictType.FULL_STATE_DICT:
-        raise NotImplementedError(
-            f"libfsdp's FullyShardedDataParallel does not have {state_dict_type} yet: use StateDictType.FULL_STATE_DICT"
-        )
-    former = get_type(module)
-    for instance in instances_below(module):
-        instance._state_dict_settings = StateDictSettings(state_dict_type, *configs)
-    return former
-
-
-def get_type(module: nn.Module) -> StateDictSettings:
-    settings = [instance._state_dict_settings for instance in instances_below(module)]
-    if any(each != settings[0] for each in settings):
-        raise AssertionError(f"All FSDP modules must have the same state dict settings, got {settings}")
-    return settings[0] if settings else default_settings()
-
-
-@contextlib.contextmanager
-def type_for_a_while(module: nn.Module, *settings: Any) -> Iterator[None]:
-    former = set_type(module, *settings)
-    try:
-        yield
-    finally:
-        set_type(module, former.state_dict_type, former.state_dict_config, former.optim_state_dict_config)
+from .state_dict_types import settings_in_use
 
 
 @contextlib.contextmanager
@@ -88,51 +33,73 @@ def own_names(wrapper: nn.Module) -> Iterator[None]:
 
 
 def install_hooks(wrapper: nn.Module) -> None:
-    wrapper._register_state_dict_hook(_show_wholes)
+    wrapper._register_state_dict_hook(_show_values)
     wrapper.register_load_state_dict_pre_hook(_take_parts)
     wrapper.register_load_state_dict_post_hook(_clean_keys)
 
 
 @torch.no_grad()
-def _show_wholes(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """Puts whole parameters, copies, in the places of this rank's parts. Collective."""
-    config = wrapper._state_dict_settings.state_dict_config
+def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """Puts copies of whole parameters, or this rank's rows of them, in the places of its parts. Collective."""
+    settings = _settings_of(wrapper)
+    config, in_rows = settings.state_dict_config, settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
     for key in [key for key in state_dict if key.startswith(prefix + FSDP_PREFIX)]:
         state_dict[prefix + key.removeprefix(prefix + FSDP_PREFIX)] = state_dict.pop(key)
-    wanted = not config.rank0_only or wrapper.rank == 0
-    wholes: dict[Any, torch.Tensor] = {}
+    values = _wholes(wrapper, config.offload_to_cpu and not in_rows)
+    if not in_rows and config.rank0_only and wrapper.rank != 0:
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            del state_dict[key]
+        return
+    if in_rows:
+        values = {sharded: rows_of(whole, wrapper, config.offload_to_cpu) for sharded, whole in values.items()}
     for path, _, _, sharded in own_params(wrapper):
-        if sharded not in wholes:
-            wholes[sharded] = _C.full_tensor(sharded.piece) if not wrapper._summoned else sharded.handle.detach().clone()
-            if not wanted:
-                wholes[sharded] = torch.empty(0)
         if prefix + path in state_dict:
-            state_dict[prefix + path] = wholes[sharded].cpu() if config.offload_to_cpu else wholes[sharded]
+            state_dict[prefix + path] = values[sharded]
     for path, buffer in own_buffers(wrapper):
         if prefix + path in state_dict:
             value = state_dict[prefix + path].to(saved_dtype(buffer))
             state_dict[prefix + path] = value.cpu() if config.offload_to_cpu else value
-    if not wanted:
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            del state_dict[key]
+
+
+def _settings_of(wrapper: nn.Module) -> StateDictSettings:
+    settings = settings_in_use(wrapper)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if isinstance(wrapper._fsdp_state, FlatState):
+            raise NotImplementedError(
+                "libfsdp's FullyShardedDataParallel does not have StateDictType.LOCAL_STATE_DICT yet: use SHARDED_STATE_DICT"
+            )
+        raise RuntimeError(
+            "``local_state_dict`` can only be used when parameters are flatten and sharded: wrap with use_orig_params=False, "
+            "or use StateDictType.SHARDED_STATE_DICT"
+        )
+    return settings
+
+
+def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded, torch.Tensor]:
+    own = list(dict.fromkeys(sharded for _, _, _, sharded in own_params(wrapper)))
+    device = torch.device("cpu") if on_host else wrapper.compute_device
+    if wrapper._summoned:
+        return {sharded: sharded.handle.detach().to(device, copy=True) for sharded in own}
+    return dict(zip(own, _C.full_tensors([(sharded.handle, None) for sharded in own], device), strict=True))
 
 
 def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
-    """Of whole values, what this rank has of the parameters."""
+    """Of whole values, or of rows, what this rank has of the parameters. Collective for rows."""
+    _settings_of(wrapper)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + FSDP_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
-    if wrapper._summoned:
-        return
     state, places = wrapper._fsdp_state, list(own_params(wrapper))
-    if isinstance(state, FlatState):
-        _take_parts_of_others(state, places, state_dict, prefix + FSDP_PREFIX, *arguments)
-        state.begin_loading(places)
-        return
+    takes_wholes = wrapper._summoned or isinstance(state, FlatState)
     for path, _, _, sharded in places:
         key = prefix + FSDP_PREFIX + path
-        whole = state_dict.get(key)
-        if isinstance(whole, torch.Tensor) and whole.shape == sharded.shape:
-            state_dict[key] = _C.piece_of(sharded.handle, whole.detach())
+        if not isinstance(state_dict.get(key), torch.Tensor):
+            continue
+        whole = whole_of(state_dict[key], wrapper)
+        fits = whole.shape == sharded.shape and not takes_wholes
+        state_dict[key] = _C.piece_of(sharded.handle, whole) if fits else whole
+    if isinstance(state, FlatState) and not wrapper._summoned:
+        _take_parts_of_others(state, places, state_dict, prefix + FSDP_PREFIX, *arguments)
+        state.begin_loading(places)
 
 
 @torch.no_grad()
