@@ -401,6 +401,8 @@ class FullyShardedDataParallel(nn.Module):
         module, twin._ignored = copy_wrapped(self, memo)
         twin._shard(module)
         _C.copy_settings(self._fsdp_state.unit, twin._fsdp_state.unit)
+        if self._in_full_precision:
+            _C.compute_in(twin._fsdp_state.unit, None)
         if self._comm_hook is not None:
             twin._reduce_by(self._comm_hook)
         copy_values(self._fsdp_state, twin._fsdp_state, memo)
