@@ -19,7 +19,6 @@ FSDP = libfsdp.FullyShardedDataParallel
 TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
 BOTH = (FSDP, TORCH)
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-LOW = MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def blocks():
@@ -30,21 +29,18 @@ def blocks():
 @on_ranks(1, 2, comm=("gloo",))
 def test_gradients_keep_the_dtype_of_their_reduction(use_orig_params):
     for strategy in STRATEGIES:
-        for reduce_dtype in (None, torch.float32):
-            policy = MixedPrecision(torch.bfloat16, reduce_dtype, keep_low_precision_grads=True)
-            models = [
-                wrapped(
-                    seeded(blocks), wrap, sharding_strategy=strategy, mixed_precision=policy, use_orig_params=use_orig_params
-                )
-                for wrap in BOTH
-            ]
-            for model in models:
-                model(mine(rows(0, 5))).float().sum().backward()
-            for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
-                assert (ours.grad is None) == (theirs.grad is None)
-                if ours.grad is not None:
-                    assert ours.dtype == torch.float32 and ours.grad.dtype == theirs.grad.dtype
-                    torch.testing.assert_close(ours.grad, theirs.grad)
+        policy = MixedPrecision(torch.bfloat16, keep_low_precision_grads=True)
+        models = [
+            wrapped(seeded(blocks), wrap, sharding_strategy=strategy, mixed_precision=policy, use_orig_params=use_orig_params)
+            for wrap in BOTH
+        ]
+        for model in models:
+            model(mine(rows(0, 5))).float().sum().backward()
+        for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            if ours.grad is not None:
+                assert ours.dtype == torch.float32 and ours.grad.dtype == theirs.grad.dtype == torch.bfloat16
+                torch.testing.assert_close(ours.grad, theirs.grad)
 
 
 class Seen(nn.Module):
