@@ -79,9 +79,9 @@ FSDP_API void compute_in(const FSDPModule& module, std::optional<c10::ScalarType
 FSDP_API at::Tensor handle_of(const at::Tensor& shard);
 /// `requires_grad` was set on the handle or on what users are shown of the shard: the other follows.
 FSDP_API void follow_requires_grad(const at::Tensor& tensor);
-/// The wholes, on `device` of every rank, of what is cut as parameters are: each tensor comes with the parameter's shard or
-/// handle, and stands for the parameter's own values where it is unset. Those of one unit that
-/// follow one another travel together. Collective.
+/// The wholes, on `device` of every rank, of what is cut as parameters are: each tensor comes with the parameter's
+/// shard or handle, and stands for the parameter's own values where it is unset. Those of one unit that follow one
+/// another travel together. Collective.
 FSDP_API std::vector<at::Tensor> full_tensors(
     const std::vector<std::pair<at::Tensor, std::optional<at::Tensor>>>& pieces, c10::Device device);
 /// This rank's piece of a whole parameter, as a tensor of its own.
