@@ -213,6 +213,7 @@ void bind_front_end(py::module_& m) {
   m.def("follow_requires_grad", &follow_requires_grad, py::arg("tensor"));
   m.def("handle_of", &handle_of, py::arg("shard"), NoGil());
   m.def("piece_of", &piece_of, py::arg("shard"), py::arg("whole"), NoGil());
+  m.def("compute_in", &compute_in, py::arg("unit"), py::arg("param_dtype"));
   m.def("copy_settings", &copy_settings, py::arg("from_unit"), py::arg("to_unit"));
   m.def("show_as", &show_as, py::arg("shard"), py::arg("shown"), NoGil());
   m.def("show_in_place", &show_in_place, py::arg("shard"), py::arg("shown"), NoGil());

@@ -1,4 +1,5 @@
-"""Buffers in lower precision: cast at the root's first forward, and by nobody cast back but state dicts."""
+"""Buffers in lower precision: cast at the root's first forward, and cast back by state dicts, and for an evaluation in
+full precision, only."""
 
 import torch
 from torch import nn
@@ -19,6 +20,13 @@ def cast_buffers(root: nn.Module) -> None:
             if dtype is not None and buffer.is_floating_point() and buffer.dtype != dtype:
                 buffer._fsdp_dtype = buffer.dtype
                 buffer.data = buffer.to(dtype)
+
+
+def restore_buffers(root: nn.Module) -> None:
+    """To their own dtypes."""
+    for instance in instances_below(root):
+        for _, buffer in own_buffers(instance):
+            buffer.data = buffer.to(saved_dtype(buffer))
 
 
 def saved_dtype(buffer: torch.Tensor) -> torch.dtype:

@@ -27,7 +27,7 @@ from .._state import _cast_to, map_tensors
 from .._tools import clip_grad_norm_
 from . import optimizer_legacy, optimizer_state_dicts, state_dict_types, state_dicts
 from ._pytorch import FSDP_PREFIX, TrainingState, auto_wrap, without_checkpoint
-from .buffers import cast_buffers
+from .buffers import cast_buffers, restore_buffers
 from .copies import copy_values, copy_wrapped
 from .device import compute_device, managed_params, materialize
 from .groups import HYBRID, Groups, ProcessGroups
@@ -36,7 +36,7 @@ from .state import instances_below, roots_below
 from .summon import summon
 from .unit import engine_options, make_unit
 
-HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers")
+HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 SHARED_BY_COPIES = ("process_group", "_inter_node_pg", "_device_mesh", "_groups", "_comm_hook")
 
 
@@ -74,7 +74,6 @@ class FullyShardedDataParallel(nn.Module):
             warnings.warn(
                 f"FSDP will not all-gather parameters for containers that do not implement forward: {module}", stacklevel=2
             )
-        self._check_supported(mixed_precision)
         self._ignored = Ignored.of(module, ignored_modules, ignored_states)
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
         groups = Groups.of(strategy, process_group, device_mesh, auto_wrap_policy is not None)
@@ -84,6 +83,7 @@ class FullyShardedDataParallel(nn.Module):
         self.cpu_offload, self.mixed_precision = cpu_offload or CPUOffload(), mixed_precision or MixedPrecision()
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers, self._use_orig_params = limit_all_gathers, use_orig_params
+        self._use_full_prec_in_eval = os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1"
         self._state_dict_settings = state_dict_types.default_settings()
         self._summoned, self._is_prepared = False, False
         if auto_wrap_policy is not None:
@@ -123,14 +123,6 @@ class FullyShardedDataParallel(nn.Module):
         self._fsdp_wrapped_module = module
         self.__dict__["_fsdp_state"] = state
         state_dicts.install_hooks(self)
-
-    @staticmethod
-    def _check_supported(mixed_precision: MixedPrecision | None) -> None:
-        if mixed_precision is not None and os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1":
-            raise NotImplementedError(
-                "libfsdp does not have FSDP_USE_FULL_PREC_IN_EVAL=1 yet: evaluate a model that was wrapped without "
-                "mixed_precision"
-            )
 
     def _wrap_below(self, module: nn.Module, policy: Callable | Any, arguments: dict[str, Any]) -> None:
         for name, child in module.named_modules():
@@ -201,6 +193,8 @@ class FullyShardedDataParallel(nn.Module):
         is_root = state.is_root
         if is_root and not self._is_prepared:
             self._prepare()
+        if is_root and self._use_full_prec_in_eval:
+            self._follow_training()
         if self.mixed_precision.param_dtype is not None and self._casts_inputs(is_root):
             args, kwargs = map_tensors(_cast_to(self.mixed_precision.param_dtype), (args, kwargs))
         state.calls.running += 1
@@ -211,6 +205,8 @@ class FullyShardedDataParallel(nn.Module):
 
     def _casts_inputs(self, is_root: bool) -> bool:
         policy = self.mixed_precision
+        if self._in_full_precision:
+            return False
         return (is_root and policy.cast_root_forward_inputs) or (policy.cast_forward_inputs and self._has_params)
 
     @property
@@ -226,6 +222,18 @@ class FullyShardedDataParallel(nn.Module):
                 raise ValueError(f"Expects one homogeneous value for {name} but got {values}")
         cast_buffers(self)
         self._is_prepared = True
+
+    def _follow_training(self) -> None:
+        """Of a root, before each forward: all below it evaluates in full precision."""
+        in_full = not self.training
+        if in_full is self._in_full_precision:
+            return
+        for instance in instances_below(self):
+            _C.compute_in(instance._fsdp_state.unit, None if in_full else instance.mixed_precision.param_dtype)
+            instance._in_full_precision = in_full
+        (restore_buffers if in_full else cast_buffers)(self)
+
+    _in_full_precision = False
 
     def apply(self, fn: Callable[[nn.Module], None]) -> "FullyShardedDataParallel":
         """Applies ``fn`` to every module below and to this one, while their parameters are whole."""
@@ -393,6 +401,8 @@ class FullyShardedDataParallel(nn.Module):
         module, twin._ignored = copy_wrapped(self, memo)
         twin._shard(module)
         _C.copy_settings(self._fsdp_state.unit, twin._fsdp_state.unit)
+        if self._in_full_precision:
+            _C.compute_in(twin._fsdp_state.unit, None)
         if self._comm_hook is not None:
             twin._reduce_by(self._comm_hook)
         copy_values(self._fsdp_state, twin._fsdp_state, memo)

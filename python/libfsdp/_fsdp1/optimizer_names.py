@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from ._pytorch import clean_tensor_name
+from .flat import FlatState
+from .state import instances_below
 
 Key = int | str
 OptimizerInput = Iterable[nn.Parameter] | list[dict[str, Any]] | None
@@ -15,6 +17,11 @@ OptimizerInput = Iterable[nn.Parameter] | list[dict[str, Any]] | None
 
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     """Each parameter's first name in the unwrapped model."""
+    if any(isinstance(instance._fsdp_state, FlatState) for instance in instances_below(model)):
+        raise NotImplementedError(
+            "libfsdp's FullyShardedDataParallel does not have optimizers' state dicts with use_orig_params=False yet: save "
+            "the optimizer's own state_dict() on each rank, for the same number of ranks, or wrap with use_orig_params=True"
+        )
     return {param: clean_tensor_name(name) for name, param in model.named_parameters()}
 
 

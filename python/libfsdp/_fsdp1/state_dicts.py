@@ -64,6 +64,10 @@ def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
 def _settings_of(wrapper: nn.Module) -> StateDictSettings:
     settings = settings_in_use(wrapper)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        if isinstance(wrapper._fsdp_state, FlatState):
+            raise NotImplementedError(
+                "libfsdp's FullyShardedDataParallel does not have StateDictType.LOCAL_STATE_DICT yet: use SHARDED_STATE_DICT"
+            )
         raise RuntimeError(
             "``local_state_dict`` can only be used when parameters are flatten and sharded: wrap with use_orig_params=False, "
             "or use StateDictType.SHARDED_STATE_DICT"
