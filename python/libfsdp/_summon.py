@@ -25,6 +25,11 @@ def summoned(
     slots, shown = [], []
     for path, owner, name in places:
         registered = Registered.of(owner)
+        if name in registered.hidden:
+            raise NotImplementedError(
+                f"libfsdp.summon_full_params does not show '{path}', which is part of a flat parameter: use "
+                "FullyShardedDataParallel.summon_full_params(model)"
+            )
         slots.append((path, local_of(registered[name]), functools.partial(_register_whole, owner, name)))
         shown.append((owner, name, registered.sharded[name]))
     wholes = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)

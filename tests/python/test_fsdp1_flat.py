@@ -228,6 +228,15 @@ def test_padding_stays_zero():
 
 
 @on_ranks(2, comm=("shm",))
+def test_the_summon_of_fully_shard_is_another_one():
+    model = wrapped(seeded(blocks), FSDP)
+    with pytest.raises(NotImplementedError, match="use FullyShardedDataParallel.summon_full_params"):
+        with libfsdp.summon_full_params(model):
+            pass
+    check_flats(model, seeded(blocks))
+
+
+@on_ranks(2, comm=("shm",))
 def test_parameters_assigned_while_they_are_whole():
     model = wrapped(seeded(blocks), FSDP)
     with summoned(model):
