@@ -87,17 +87,20 @@ def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *ar
         take_local(wrapper, state_dict, prefix + FSDP_PREFIX)
         return
     state, places = wrapper._fsdp_state, list(own_params(wrapper))
-    takes_wholes = wrapper._summoned or isinstance(state, FlatState)
-    for path, _, _, sharded in places:
-        key = prefix + FSDP_PREFIX + path
-        if not isinstance(state_dict.get(key), torch.Tensor):
-            continue
-        whole = whole_of(state_dict[key], wrapper)
-        fits = whole.shape == sharded.shape and not takes_wholes
-        state_dict[key] = _C.piece_of(sharded.handle, whole) if fits else whole
-    if isinstance(state, FlatState) and not wrapper._summoned:
+    for key in (prefix + FSDP_PREFIX + path for path, *_ in places):
+        if isinstance(state_dict.get(key), torch.Tensor):
+            state_dict[key] = whole_of(state_dict[key], wrapper)
+    if wrapper._summoned:
+        return
+    if isinstance(state, FlatState):
         _take_parts_of_others(state, places, state_dict, prefix + FSDP_PREFIX, *arguments)
         state.begin_loading(places)
+        return
+    for path, _, _, sharded in places:
+        key = prefix + FSDP_PREFIX + path
+        whole = state_dict.get(key)
+        if isinstance(whole, torch.Tensor) and whole.shape == sharded.shape:
+            state_dict[key] = _C.piece_of(sharded.handle, whole)
 
 
 @torch.no_grad()
