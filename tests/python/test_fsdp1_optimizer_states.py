@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
-    ShardedOptimStateDictConfig,
     ShardingStrategy,
     StateDictType,
 )
@@ -340,15 +339,21 @@ def test_legacy_functions():
         assert by_names(reference, optimizer)["state"].keys() == whole["state"].keys()
 
 
-@on_ranks(2, comm=("shm",))
+@on_ranks(3, comm=("shm",))
 def test_another_group_than_the_world():
     """Whose first rank is the one that counts."""
-    pair = dist.new_group([1, 0], sort_ranks=False) if "sort_ranks" in dist.new_group.__code__.co_varnames else dist.new_group([0, 1])
+    pair = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return
     model = wrapped(seeded(blocks), FSDP, process_group=pair)
     optimizer = ADAM(model.parameters())
     train(model, optimizer, range(1))
     state = saved(model, optimizer, FULL, FullOptimStateDictConfig(rank0_only=True), group=pair)
-    assert bool(state) == (dist.get_rank(pair) == 0)
+    assert bool(state) == (dist.get_rank() == 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    with of_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
+        type(model).optim_state_dict_to_load(model, optimizer, state, load_directly=True, group=pair)
+    check_same_states(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
 @on_ranks(2, comm=("shm",))

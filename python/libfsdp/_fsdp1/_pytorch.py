@@ -1,6 +1,6 @@
 """What of PyTorch's FSDP1 is private and used here."""
 
-from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
 from torch.distributed.distributed_c10d import _get_default_group
@@ -12,6 +12,7 @@ __all__ = [
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "ActivationWrapper",
+    "Shard",
     "ShardedTensor",
     "TrainingState",
     "auto_wrap",
@@ -20,6 +21,7 @@ __all__ = [
     "clean_tensor_name",
     "default_group",
     "gather_sharded_tensor",
+    "init_from_local_shards",
     "without_checkpoint",
 ]
 

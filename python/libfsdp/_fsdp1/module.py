@@ -386,7 +386,8 @@ class FullyShardedDataParallel(nn.Module):
         raise NotImplementedError(
             "torch.distributed.checkpoint.state_dict does not know libfsdp's FullyShardedDataParallel: within "
             "FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT), or FULL_STATE_DICT, use model.state_dict() and "
-            "FSDP.optim_state_dict(model, optimizer); for loading, model.load_state_dict() and FSDP.optim_state_dict_to_load()"
+            "FSDP.optim_state_dict(model, optimizer); for loading, model.load_state_dict() and "
+            "FSDP.optim_state_dict_to_load()"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "FullyShardedDataParallel":

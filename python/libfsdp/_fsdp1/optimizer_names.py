@@ -7,22 +7,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._registered import Registered, sharded_behind
 from ._pytorch import clean_tensor_name
-from .flat import FlatState
-from .state import instances_below
+from .flat import Flat, Part
+from .plain import PlainSharded
 
 Key = int | str
+Originals = dict[str, PlainSharded | Part | None]
+"""What a parameter stands for in the unwrapped model, by first names: itself, or, if it is flat, several."""
 OptimizerInput = Iterable[nn.Parameter] | list[dict[str, Any]] | None
 
 
-def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Each parameter's first name in the unwrapped model."""
-    if any(isinstance(instance._fsdp_state, FlatState) for instance in instances_below(model)):
-        raise NotImplementedError(
-            "libfsdp's FullyShardedDataParallel does not have optimizers' state dicts with use_orig_params=False yet: save "
-            "the optimizer's own state_dict() on each rank, for the same number of ranks, or wrap with use_orig_params=True"
-        )
-    return {param: clean_tensor_name(name) for name, param in model.named_parameters()}
+def originals_of(model: nn.Module) -> dict[nn.Parameter, Originals]:
+    """Of each parameter that is registered, also of one that no wrapper shards."""
+    originals: dict[nn.Parameter, Originals] = {}
+    seen: set[PlainSharded | Part | nn.Parameter] = set()
+    for path, module in model.named_modules():
+        registered = module._parameters
+        for name, tensor in registered.slots() if isinstance(registered, Registered) else registered.items():
+            sharded = sharded_behind(tensor)
+            if tensor is None or isinstance(sharded, Flat) or (sharded or tensor) in seen:
+                continue
+            seen.add(sharded or tensor)
+            param = tensor if sharded is None else sharded.parameter
+            originals.setdefault(param, {})[clean_tensor_name(f"{path}.{name}" if path else name)] = sharded
+    return originals
 
 
 def keys_of(

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import StateDictType
 
-from .._registered import sharded_behind
 from .first_rank import FromFirstRank
-from .optimizer_names import Key, OptimizerInput, is_by_name, keys_of, names_of
-from .optimizer_states import State, part_of_state, whole_states
+from .flat import Flat, Part
+from .optimizer_flat import join, split
+from .optimizer_names import Key, OptimizerInput, Originals, is_by_name, keys_of, originals_of
+from .optimizer_states import Sharded, State, part_of_state, whole_states
 from .places import own_params
-from .plain import PlainSharded
 from .state import instances_below
 from .state_dict_types import get_type
 
@@ -74,23 +74,26 @@ def by_names(
     wanted: bool,
     offload_to_cpu: bool = True,
 ) -> StateDict:
-    names, keys = names_of(model), keys_of(model, optim, optim_input, is_by_name(given))
-    _check_belong(keys, names)
-    states = {names[param]: given["state"][key] for param, key in keys.items() if key in given["state"]}
+    originals, keys = originals_of(model), keys_of(model, optim, optim_input, is_by_name(given))
+    _check_belong(keys, originals)
+    states: dict[str, State] = {}
+    for param, key in keys.items():
+        if key in given["state"]:
+            states.update(_split(originals[param], given["state"][key]))
     whole: dict[str, State] = {}
-    done: set[str] = set()
-    for wrapper in instances_below(model):
-        own = {name: sharded for name, sharded in _own_params(wrapper, names).items() if name not in done}
-        whole.update(whole_states(wrapper, own, states, in_rows, offload_to_cpu) if own else {})
-        done.update(own)
+    for wrapper, own in _by_wrapper(model, originals).items():
+        whole.update(whole_states(wrapper, own, states, in_rows, offload_to_cpu))
     if not wanted:
         return {}
-    whole.update((name, _copied(state, offload_to_cpu)) for name, state in states.items() if name not in done)
-    result: StateDict = {"state": {name: whole[name] for name in names.values() if name in whole}}
+    names = {name: sharded for own in originals.values() for name, sharded in own.items()}
+    whole.update((name, _copied(state, offload_to_cpu)) for name, state in states.items() if names[name] is None)
+    result: StateDict = {"state": {name: whole[name] for name in names if name in whole}}
     result["state"].update(_states_of_no_parameter(given["state"], keys))
     if "param_groups" in given:
-        params = {key: names[param] for param, key in keys.items()}
-        result["param_groups"] = _with_params(given["param_groups"], lambda listed: [params[key] for key in listed])
+        by_key = {key: list(originals[param]) for param, key in keys.items()}
+        result["param_groups"] = _with_params(
+            given["param_groups"], lambda listed: [name for key in listed for name in by_key[key]]
+        )
     return result
 
 
@@ -104,33 +107,35 @@ def by_keys(
     from_first_rank: bool = False,
     group: Group = None,
 ) -> StateDict:
-    wrappers = _wrappers_of_params(model)
+    originals, keys = originals_of(model), keys_of(model, optim, optim_input, by_name)
+    wrapper_of = {part: wrapper for wrapper, own in _by_wrapper(model, originals).items() for part in own.values()}
     if from_first_rank:
-        device = next((wrapper.compute_device for wrapper in wrappers.values()), torch.device("cpu"))
+        device = next((wrapper.compute_device for wrapper in wrapper_of.values()), torch.device("cpu"))
         values = FromFirstRank(given, device, group)
         given = values.outline
     if "state" not in given:
         raise ValueError('`optim_state_dict` must have the keys "state" to be a valid optimizer state dict')
-    names, keys = names_of(model), keys_of(model, optim, optim_input, by_name)
-    states: dict[Key, State] = {}
-    for param, name in names.items():
-        state = given["state"].get(name)
-        if state is None or param not in keys:
-            continue
-        state = values.fetch(state) if from_first_rank else state
-        sharded = sharded_behind(param)
-        mine = part_of_state(sharded, name, state, wrappers[sharded]) if sharded in wrappers else _copied(state, False)
+    states: dict[Key, Any] = {}
+    for param in [param for param in originals if param in keys]:
+        parts: dict[str, State] = {}
+        for name, sharded in originals[param].items():
+            state = given["state"].get(name, {})
+            state = values.fetch(state) if from_first_rank else state
+            parts[name] = (
+                _copied(state, False) if sharded is None else part_of_state(sharded, name, state, wrapper_of[sharded])
+            )
+        mine = _joined(originals[param], parts)
         if not mine and by_name and optim is not None:
             mine = copy.deepcopy(optim.state.get(param, {}))  # such an optimizer has states of empty parts too
         if mine:
             states[keys[param]] = mine
-    known = set(names.values())
+    known = {name for own in originals.values() for name in own}
     for key, state in given["state"].items():
         if key not in known:
             states[key] = values.fetch(state) if from_first_rank and isinstance(state, dict) else copy.copy(state)
     result: StateDict = {"state": states}
     if "param_groups" in given:
-        numbers = {name: keys[param] for param, name in names.items() if param in keys}
+        numbers = {name: keys[param] for param, own in originals.items() if param in keys for name in own}
         _check_named(given["param_groups"], numbers)
         result["param_groups"] = _with_params(
             given["param_groups"], lambda listed: sorted({numbers[name] for name in listed})
@@ -138,13 +143,35 @@ def by_keys(
     return result
 
 
-def _own_params(wrapper: "FullyShardedDataParallel", names: dict[nn.Parameter, str]) -> dict[str, PlainSharded]:
-    own = (sharded for _, _, _, sharded in own_params(wrapper) if sharded.parameter in names)
-    return {names[sharded.parameter]: sharded for sharded in own}
+def _by_wrapper(
+    model: nn.Module, originals: dict[nn.Parameter, Originals]
+) -> "dict[FullyShardedDataParallel, dict[str, Sharded]]":
+    """Which wrapper's process group has the parts of a parameter; of a tied one's, the first."""
+    names = {sharded: name for own in originals.values() for name, sharded in own.items() if sharded is not None}
+    found: dict[FullyShardedDataParallel, dict[str, Sharded]] = {}
+    for wrapper in instances_below(model):
+        for _, _, _, sharded in own_params(wrapper):
+            if sharded in names:
+                found.setdefault(wrapper, {})[names.pop(sharded)] = sharded
+    return found
 
 
-def _wrappers_of_params(model: nn.Module) -> "dict[PlainSharded, FullyShardedDataParallel]":
-    return {sharded: wrapper for wrapper in instances_below(model) for _, _, _, sharded in own_params(wrapper)}
+def _flat_behind(originals: Originals) -> Flat | None:
+    return next((part.flat for part in originals.values() if isinstance(part, Part)), None)
+
+
+def _split(originals: Originals, state: State) -> dict[str, State]:
+    flat = _flat_behind(originals)
+    return {name: state for name in originals} if flat is None else split(flat, originals, state)
+
+
+def _joined(originals: Originals, parts: dict[str, State]) -> State:
+    """What an optimizer has of a parameter: nothing, if this rank has no element of it; of a flat one it has."""
+    flat = _flat_behind(originals)
+    if flat is not None:
+        return join(flat, originals, parts)
+    ((name, sharded),) = originals.items()
+    return {} if sharded is not None and sharded.piece.numel() == 0 else parts[name]
 
 
 def _copied(state: State, offload_to_cpu: bool) -> State:
@@ -172,8 +199,8 @@ def _with_params(groups: list[dict[str, Any]], rename: Callable[[list[Key]], lis
     return [{**copy.deepcopy(group), "params": rename(group["params"])} for group in groups]
 
 
-def _check_belong(keys: dict[nn.Parameter, Key], names: dict[nn.Parameter, str]) -> None:
-    strangers = [key for param, key in keys.items() if param not in names]
+def _check_belong(keys: dict[nn.Parameter, Key], originals: dict[nn.Parameter, Originals]) -> None:
+    strangers = [key for param, key in keys.items() if param not in originals]
     if strangers:
         raise ValueError(
             f"[optim_state_dict] expected an optimizer of the model's parameters, and of those that it was given, number "

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
 from .. import _C
+from .flat import Part
 from .plain import PlainSharded
 from .sharded_values import rows_of, whole_of
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from .module import FullyShardedDataParallel
 
 State = dict[str, Any]
+Sharded = PlainSharded | Part
+
+
+def is_cut(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,15 +39,15 @@ class Outline:
     entries: State
 
     @staticmethod
-    def of(sharded: PlainSharded, state: State) -> "Outline":
-        shapes = {value.shape for value in state.values() if _is_cut(value)}
-        entries = {name: Cut(value.dtype) if _is_cut(value) else _on_host(value) for name, value in state.items()}
+    def of(sharded: Sharded, state: State) -> "Outline":
+        shapes = {value.shape for value in state.values() if is_cut(value)}
+        entries = {name: Cut(value.dtype) if is_cut(value) else _on_host(value) for name, value in state.items()}
         return Outline(sharded.piece.numel() > 0, shapes <= {sharded.piece.shape}, entries)
 
 
 def whole_states(
     wrapper: "FullyShardedDataParallel",
-    own: dict[str, PlainSharded],
+    own: dict[str, Sharded],
     states: dict[str, State],
     in_rows: bool,
     offload_to_cpu: bool,
@@ -61,11 +67,11 @@ def whole_states(
     return {name: state for name, state in merged.items() if state}
 
 
-def part_of_state(sharded: PlainSharded, name: str, state: State, wrapper: "FullyShardedDataParallel") -> State:
-    """This rank's part of a parameter's state; none if it has no element of it. Collective if the state is in rows."""
+def part_of_state(sharded: Sharded, name: str, state: State, wrapper: "FullyShardedDataParallel") -> State:
+    """This rank's part of a parameter's state. Collective if the state is in rows."""
     part: State = {}
     for kind, value in state.items():
-        if not _is_cut(value):
+        if not is_cut(value):
             part[kind] = value.clone() if isinstance(value, torch.Tensor) else value
             continue
         whole = whole_of(value, wrapper)
@@ -75,18 +81,14 @@ def part_of_state(sharded: PlainSharded, name: str, state: State, wrapper: "Full
                 f"and the parameter {sharded.shape}"
             )
         part[kind] = _C.piece_of(sharded.handle, whole)
-    return part if sharded.piece.numel() > 0 else {}
-
-
-def _is_cut(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    return part
 
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _piece(sharded: PlainSharded, state: State, kind: str, cut: Cut) -> torch.Tensor:
+def _piece(sharded: Sharded, state: State, kind: str, cut: Cut) -> torch.Tensor:
     """A rank without state, since it has no element of the parameter, takes part."""
     return state[kind] if kind in state else torch.zeros_like(sharded.piece, dtype=cut.dtype)
 

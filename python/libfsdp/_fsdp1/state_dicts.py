@@ -1,4 +1,4 @@
-"""``state_dict()`` and ``load_state_dict()`` of wrappers: values under the names of the unwrapped model, whole or in rows."""
+"""``state_dict()`` and ``load_state_dict()`` of wrappers: values by the unwrapped model's names, whole or in rows."""
 
 import contextlib
 from collections.abc import Iterator
@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import StateDictSettings, StateDictType
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 
 from .. import _C
 from ._pytorch import FSDP_PREFIX
 from .buffers import saved_dtype
-from .flat import FlatState, PlaceOfPart, shown
+from .flat import FlatState, Part, PlaceOfPart, shown
+from .local_state import show_local, take_local
 from .places import own_buffers, own_params
 from .plain import PlainSharded
 from .sharded_values import rows_of, whole_of
@@ -23,7 +24,7 @@ from .state_dict_types import settings_in_use
 def own_names(wrapper: nn.Module) -> Iterator[None]:
     """Parameters that are hidden are registered under their own names, so that these are saved in their order."""
     state = wrapper._fsdp_state
-    if not isinstance(state, FlatState) or wrapper._summoned:
+    if not isinstance(state, FlatState) or wrapper._summoned or _is_local(wrapper):
         yield
         return
     places = list(own_params(wrapper))
@@ -41,10 +42,13 @@ def install_hooks(wrapper: nn.Module) -> None:
 @torch.no_grad()
 def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
     """Puts copies of whole parameters, or this rank's rows of them, in the places of its parts. Collective."""
-    settings = _settings_of(wrapper)
+    settings = settings_in_use(wrapper)
     config, in_rows = settings.state_dict_config, settings.state_dict_type is StateDictType.SHARDED_STATE_DICT
     for key in [key for key in state_dict if key.startswith(prefix + FSDP_PREFIX)]:
         state_dict[prefix + key.removeprefix(prefix + FSDP_PREFIX)] = state_dict.pop(key)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        show_local(wrapper, state_dict, prefix, config.offload_to_cpu)
+        return
     values = _wholes(wrapper, config.offload_to_cpu and not in_rows)
     if not in_rows and config.rank0_only and wrapper.rank != 0:
         for key in [key for key in state_dict if key.startswith(prefix)]:
@@ -61,21 +65,12 @@ def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
             state_dict[prefix + path] = value.cpu() if config.offload_to_cpu else value
 
 
-def _settings_of(wrapper: nn.Module) -> StateDictSettings:
-    settings = settings_in_use(wrapper)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        if isinstance(wrapper._fsdp_state, FlatState):
-            raise NotImplementedError(
-                "libfsdp's FullyShardedDataParallel does not have StateDictType.LOCAL_STATE_DICT yet: use SHARDED_STATE_DICT"
-            )
-        raise RuntimeError(
-            "``local_state_dict`` can only be used when parameters are flatten and sharded: wrap with use_orig_params=False, "
-            "or use StateDictType.SHARDED_STATE_DICT"
-        )
-    return settings
+def _is_local(wrapper: nn.Module) -> bool:
+    is_cut = wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
+    return is_cut and wrapper._state_dict_settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
 
 
-def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded, torch.Tensor]:
+def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded | Part, torch.Tensor]:
     own = list(dict.fromkeys(sharded for _, _, _, sharded in own_params(wrapper)))
     device = torch.device("cpu") if on_host else wrapper.compute_device
     if wrapper._summoned:
@@ -85,9 +80,12 @@ def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded, torch.Tenso
 
 def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Of whole values, or of rows, what this rank has of the parameters. Collective for rows."""
-    _settings_of(wrapper)
+    settings = settings_in_use(wrapper)
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + FSDP_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        take_local(wrapper, state_dict, prefix + FSDP_PREFIX)
+        return
     state, places = wrapper._fsdp_state, list(own_params(wrapper))
     for key in (prefix + FSDP_PREFIX + path for path, *_ in places):
         if isinstance(state_dict.get(key), torch.Tensor):
