@@ -11,6 +11,7 @@
 #include "engine/internal_scope.h"
 #include "engine/interposer.h"
 #include "engine/param.h"
+#include "engine/recording.h"
 #include "engine/tenant.h"
 
 namespace fsdp::engine {
@@ -33,6 +34,7 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     intercept(op, keys, stack);
     return;
   }
+  const Recording::Pause pause; // of `deferred_init`, if one of its modules is sharded already
   const auto& layout = param->layout();
   torch::jit::peek(*stack, 0, count) =
       at::empty_strided(layout.sizes(), layout.strides(), shard.options().requires_grad(false));

@@ -12,8 +12,11 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
+#include "base/env.h"
 #include "base/format.h"
 #include "base/log.h"
+#include "engine/recorded_storage.h"
+#include "engine/recording.h"
 #include "engine/tenant.h"
 #include "fsdp1/fsdp_instance.h"
 #include "nn/make_unit.h"
@@ -248,6 +251,7 @@ std::shared_ptr<FSDPInstance::Impl> make_instance(
   instance->weak_module = module.weak_from_this();
   instance->options = options;
   instance->strategy = strategy;
+  instance->full_precision_in_eval = env::flag("FSDP_USE_FULL_PREC_IN_EVAL").value_or(false);
   instances::enter(instance);
   return instance;
 }
@@ -291,7 +295,8 @@ void move(torch::nn::Module& module, c10::Device device) {
     const auto buffers = each->buffers(/*recurse=*/false);
     tensors.insert(tensors.end(), buffers.begin(), buffers.end());
     for (auto& tensor : tensors) {
-      if (tensor.defined() && !tensor.is_meta() && tensor.device() != device && !is_sharded(tensor)) {
+      const bool has_values = tensor.defined() && !tensor.is_meta() && engine::recorded_storage_of(tensor) == nullptr;
+      if (has_values && tensor.device() != device && !is_sharded(tensor)) {
         tensor.set_data(tensor.to(device));
       }
     }
@@ -303,6 +308,7 @@ thread_local std::vector<FSDPOptions> enabled;
 } // namespace
 
 FSDPInstance detail::wrap_module(torch::nn::Module& module, const FSDPOptions& options) {
+  const engine::Recording::Pause pause; // of `deferred_init`, where modules are wrapped as they are made
   if (const auto unit = nn::registry::find(module)) { // again: nothing is left to wrap
     const auto instance = instances::find(unit);
     FSDP_CHECK(
