@@ -30,6 +30,7 @@ PUBLIC = {
     "clip_grad_norm": "optim",
     "clone": "nn",
     "cut": "base",
+    "deferred_init": "nn",
     "describe": "nn",
     "error": "base",
     "export": "base",

@@ -5,6 +5,7 @@
 #include <fsdp/checkpoint.h>
 #include <fsdp/clip_grad_norm.h>
 #include <fsdp/clone.h>
+#include <fsdp/deferred_init.h>
 #include <fsdp/describe.h>
 #include <fsdp/error.h>
 #include <fsdp/extent.h>

@@ -26,6 +26,8 @@
 #include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
 #include "engine/param.h"
+#include "engine/record_operator.h"
+#include "engine/recording.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
 
@@ -176,6 +178,10 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
   if (tenant->role == Role::kGradient) {
     if (!call.traits.reads_nothing) {
       refuse_gradient(*tenant, call);
+    }
+  } else if (tenant->role == Role::kRecorded) {
+    if (!call.traits.reads_nothing) {
+      use_recorded(tensor, call.name);
     }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
@@ -329,6 +335,15 @@ bool intercept_weights(const c10::OperatorHandle& op, const Call& call, torch::j
   return true;
 }
 
+/// Whether `deferred_init` has recorded it: then there is nothing else to do.
+bool was_recorded(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const bool recorded = is_recorded_here(op, *stack);
+  if (recorded) {
+    called_by_torch([&] { record(op, keys, stack); });
+  }
+  return recorded;
+}
+
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -400,6 +415,9 @@ struct Unboxed;
 template <class Op, class Result, class... Arguments>
 struct Unboxed<Op, Result(Arguments...)> {
   static Result intercept(c10::DispatchKeySet keys, Arguments... arguments) {
+    if (Recording::is_active()) [[unlikely]] {
+      return intercept_boxed(keys, arguments...);
+    }
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
     Call call(traits_of(op), op.schema().name());
     called_by_torch([&] {
@@ -414,11 +432,27 @@ struct Unboxed<Op, Result(Arguments...)> {
     const auto below = keys_below(kKey, keys);
     return dtype ? Op::redispatch(below, cast_unboxed(arguments, *dtype)...) : Op::redispatch(below, arguments...);
   }
+
+ private:
+  static Result intercept_boxed(c10::DispatchKeySet keys, Arguments... arguments) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
+    torch::jit::Stack stack;
+    torch::jit::push(stack, arguments...);
+    fsdp::engine::intercept(op, keys, &stack);
+    return c10::impl::PopResult<Result>::call(stack);
+  }
 };
 
 } // namespace
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (Recording::is_active()) [[unlikely]] {
+    if (was_recorded(op, keys, stack)) {
+      return;
+    }
+    const Recording::Pause pause;
+    return intercept_at(kKey, op, keys, stack);
+  }
   intercept_at(kKey, op, keys, stack);
 }
 

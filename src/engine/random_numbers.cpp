@@ -13,6 +13,7 @@
 #include "engine/internal_scope.h"
 #include "engine/interposer.h"
 #include "engine/param.h"
+#include "engine/recording.h"
 #include "engine/tenant.h"
 
 namespace fsdp::engine {
@@ -54,15 +55,20 @@ void draw_whole(
 
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const at::Tensor shard = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  const Param* param = param_of_piece(shard);
+  const FlatShard* flat = param == nullptr ? flat_of_piece(shard) : nullptr;
+  if (param == nullptr && flat == nullptr) {
+    intercept(op, keys, stack);
+    return;
+  }
+  const Recording::Pause pause; // of `deferred_init`, if one of its modules is sharded already
   const auto options = shard.options().requires_grad(false);
-  if (const Param* param = param_of_piece(shard)) {
+  if (param != nullptr) {
     const auto whole = at::empty_strided(param->layout().sizes(), param->layout().strides(), options);
     draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return param->piece_of(drawn); });
-  } else if (const FlatShard* flat = flat_of_piece(shard)) {
+  } else {
     const auto whole = at::empty({shard.numel() * flat->bucket().shard_group().size()}, options);
     draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return flat->share_of(drawn); });
-  } else {
-    intercept(op, keys, stack);
   }
 }
 

@@ -111,4 +111,14 @@ void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow) {
 #endif
 }
 
+void own_memory(c10::StorageImpl& storage, c10::StorageImpl& other) {
+  auto memory = other.set_data_ptr(c10::DataPtr(nullptr, other.device()));
+#ifdef FSDP_HAS_DATA_PTR_GUARD
+  storage.clear_data_ptr_access_error_msg_();
+#endif
+  storage.set_data_ptr_noswap(std::move(memory));
+  storage.set_allocator(other.allocator());
+  storage.set_resizable(other.resizable());
+}
+
 } // namespace fsdp::engine

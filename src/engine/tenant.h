@@ -23,7 +23,8 @@ enum class Role : uint8_t {
   kHandle, ///< full shape; memory only while its unit is whole
   kShard, ///< this rank's piece, in the group's memory
   kFlatShard, ///< this rank's pieces of all parameters of a flat bucket; `param` is the first
-  kGradient ///< never any memory: stands in for a handle's gradient, which lives on the shard
+  kGradient, ///< never any memory: stands in for a handle's gradient, which lives on the shard
+  kRecorded ///< none yet: how it is made is recorded; no `param`
 };
 
 /// Who lives in a storage: the context of its DataPtr, owned by the storage. `param` is null once the parameter is
@@ -31,7 +32,7 @@ enum class Role : uint8_t {
 struct Tenant {
   Role role;
   Param* param;
-  std::shared_ptr<void> keeps; ///< the unit for a handle, the home for a shard: freed no earlier than the storage
+  std::shared_ptr<void> keeps; ///< the unit for a handle, the home for a shard, the record: freed with the storage
 };
 
 /// Null for a tensor that is not ours. One pointer comparison: cheap enough for every operator.
@@ -60,5 +61,7 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
 /// That text goes back and forth: to copy it at every step would take longer than all else here.
 void fill_storage(c10::StorageImpl& storage, void* memory, std::string& why_hollow);
 void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow);
+/// The tenancy ends: the storage takes another's memory for its own, as LibTorch's storages have.
+void own_memory(c10::StorageImpl& storage, c10::StorageImpl& other);
 
 } // namespace fsdp::engine

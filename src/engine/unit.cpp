@@ -14,6 +14,7 @@
 #include "engine/flat_bucket.h"
 #include "engine/group_users.h"
 #include "engine/internal_scope.h"
+#include "engine/recorded_storage.h"
 #include "engine/runtime.h"
 
 namespace fsdp::engine {
@@ -87,9 +88,14 @@ void Unit::add_params(UnitSpec& spec) {
     auto& param_spec = spec.params[i];
     Bucket& bucket = bucket_for(param_spec, spec);
     param_spec.tensor.mutable_grad().reset(); // of a whole parameter, to which no shard's could be added
+    const bool recorded = recorded_storage_of(param_spec.tensor) != nullptr;
+    materialize(param_spec.tensor);
     params_.push_back(
         std::make_unique<Param>(*this, bucket, param_spec.name, param_spec.tensor, std::move(layouts[i])));
     Param& param = *params_.back();
+    if (recorded) {
+      param.leave_whole(); // which goes before the next one comes
+    }
     bucket.add(&param, param_spec.placement.extension);
     param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
     param_spec.tensor.reset();

@@ -15,6 +15,8 @@
 #include "base/env.h"
 #include "base/format.h"
 #include "base/log.h"
+#include "engine/recorded_storage.h"
+#include "engine/recording.h"
 #include "engine/tenant.h"
 #include "fsdp1/fsdp_instance.h"
 #include "nn/make_unit.h"
@@ -300,7 +302,8 @@ void move(torch::nn::Module& module, c10::Device device) {
     const auto buffers = each->buffers(/*recurse=*/false);
     tensors.insert(tensors.end(), buffers.begin(), buffers.end());
     for (auto& tensor : tensors) {
-      if (tensor.defined() && !tensor.is_meta() && tensor.device() != device && !is_sharded(tensor)) {
+      const bool has_values = tensor.defined() && !tensor.is_meta() && engine::recorded_storage_of(tensor) == nullptr;
+      if (has_values && tensor.device() != device && !is_sharded(tensor)) {
         tensor.set_data(tensor.to(device));
       }
     }
@@ -312,6 +315,7 @@ thread_local std::vector<FSDPOptions> enabled;
 } // namespace
 
 FSDPInstance detail::wrap_module(torch::nn::Module& module, const FSDPOptions& options) {
+  const engine::Recording::Pause pause; // of `deferred_init`, where modules are wrapped as they are made
   if (const auto unit = nn::registry::find(module)) { // again: nothing is left to wrap
     const auto instance = instances::find(unit);
     FSDP_CHECK(

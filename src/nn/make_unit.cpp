@@ -11,6 +11,8 @@
 #include "base/format.h"
 #include "engine/agreement.h"
 #include "engine/internal_scope.h"
+#include "engine/recorded_storage.h"
+#include "engine/recording.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -225,6 +227,9 @@ std::shared_ptr<Unit> make_unit(
   check_hidable(found, flat);
   check_same_everywhere(spec, options.sync_module_states);
   if (options.sync_module_states) {
+    for (const auto& param : spec.params) {
+      engine::materialize(param.tensor);
+    }
     std::vector<at::Tensor> buffers;
     for (const auto& module : modules) {
       buffers.insert(buffers.end(), module.buffers.begin(), module.buffers.end());
@@ -263,6 +268,23 @@ void adopt_units_below(const std::vector<ModuleView>& modules, const std::shared
   }
 }
 
+// What was made in `deferred_init`: parameters get their values when they are cut, all else here.
+void materialize_what_is_not_cut(const Found& found, const std::vector<ModuleView>& modules) {
+  for (const auto& param : found.params) {
+    engine::check_can_materialize(param.tensor);
+  }
+  for (size_t i = 0; i < found.slots.size(); ++i) {
+    if (!found.indices[i]) {
+      engine::materialize(found.slots[i].tensor);
+    }
+  }
+  for (const auto& module : modules) {
+    for (const auto& buffer : module.buffers) {
+      engine::materialize(buffer);
+    }
+  }
+}
+
 void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
   engine::InternalScope scope;
   for (const auto& buffer : buffers) {
@@ -281,7 +303,9 @@ std::shared_ptr<Unit> make_unit(
     names.push_back(module.name);
     slots.insert(slots.end(), module.slots.begin(), module.slots.end());
   }
+  const engine::Recording::Pause pause;
   Found found = find_parameters(std::move(slots), options);
+  materialize_what_is_not_cut(found, modules);
   auto unit = make_unit(found, modules, options, join(names), flat);
   name_parameters(found.slots);
   register_shards(found, *unit);

@@ -10,6 +10,7 @@
 
 #include "base/log.h"
 #include "engine/internal_scope.h"
+#include "engine/recorded_storage.h"
 
 namespace fsdp::nn {
 
@@ -38,7 +39,14 @@ bool has_plain_memory(const at::Tensor& tensor) {
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
+std::string shortened(const std::string& bytes) {
+  return c10::sha1(bytes).str().substr(0, kLetters);
+}
+
 std::string digest_of(const at::Tensor& tensor) {
+  if (engine::recorded_storage_of(tensor) != nullptr) {
+    return shortened(engine::fingerprint(tensor));
+  }
   const auto integer = integer_of(tensor.element_size());
   if (!has_plain_memory(tensor) || !integer || tensor.is_conj() || tensor.is_neg()) {
     return std::string(kLetters, '-');
@@ -49,9 +57,7 @@ std::string digest_of(const at::Tensor& tensor) {
       std::min(tensor.numel(), kLookedAt),
       at::TensorOptions().dtype(c10::kDouble));
   const at::Tensor some = at::take(tensor.detach().view(*integer), places.to(c10::kLong).to(tensor.device())).cpu();
-  return c10::sha1(std::string(static_cast<const char*>(some.const_data_ptr()), some.nbytes()))
-      .str()
-      .substr(0, kLetters);
+  return shortened(std::string(static_cast<const char*>(some.const_data_ptr()), some.nbytes()));
 }
 
 } // namespace

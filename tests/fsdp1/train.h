@@ -9,7 +9,7 @@ namespace fsdp::testing {
 /// Losses of each step, whole gradients and parameters at the end.
 inline void train_wrapped(
     const Trial& trial, const Reference& reference, const std::function<FSDPModule(Subject&)>& wrap) {
-  Subject subject = make_seeded(trial);
+  Subject subject = make_to_shard(trial);
   barrier(); // nobody draws random numbers before all have their weights
   const FSDPModule root = wrap(subject);
   torch::optim::AdamW optimizer(subject.module->parameters(), torch::optim::AdamWOptions(1e-2));

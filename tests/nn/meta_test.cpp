@@ -132,7 +132,7 @@ TEST_P(Meta, AnOptimizerMayBeBuiltBefore) {
     const NamedTensors values{{"weight", torch::linspace(0, 1, 15).view({5, 3})}, {"bias", torch::ones({5})}};
     fully_shard(*model);
     torch::optim::SGD optimizer(model->parameters(), 0.5);
-    materialize(*model, values);
+    give_memory_and_values(*model, values);
     model->forward(torch::ones({1, 3})).sum().backward();
     optimizer.step();
     expect_same(whole_of(*model, "bias"), values.at("bias") - 0.5, "bias");
@@ -161,7 +161,7 @@ TEST(MetaModels, WhatIsFrozenStaysSo) {
     model->bias.set_requires_grad(false);
     const auto values = move_to_meta(*model);
     fully_shard(*model);
-    materialize(*model, values);
+    give_memory_and_values(*model, values);
     model->forward(torch::ones({1, 4})).sum().backward();
     EXPECT_FALSE(model->bias.requires_grad());
     EXPECT_TRUE(sharded(model->parameters()[0]).grad().defined());

@@ -47,6 +47,7 @@ struct Trial {
   int steps = 10;
   bool shard_parts = true;
   bool from_meta = false; ///< sharded without values, which it gets afterwards
+  bool deferred = false; ///< sharded before its parameters have memory
   std::optional<nn::FlatCut> flat = std::nullopt; ///< each unit's parameters are cut as one
   /// Called with the sharded root before training.
   std::function<void(Subject&, FSDPModule&)> prepare = nullptr;
@@ -96,6 +97,11 @@ inline Subject make_seeded(const Trial& trial) {
   std::lock_guard lock(mutex);
   torch::manual_seed(1);
   return trial.make();
+}
+
+/// The same to be sharded, as the trial wants it.
+inline Subject make_to_shard(const Trial& trial) {
+  return trial.deferred ? deferred_init([&] { return make_seeded(trial); }) : make_seeded(trial);
 }
 
 /// Gradients of one rank for the micro-batches [first, last) of a step, added up in the reduce dtype.
@@ -280,7 +286,7 @@ inline NamedTensors move_to_meta(torch::nn::Module& module) {
   return values;
 }
 
-inline void materialize(torch::nn::Module& module, const NamedTensors& values) {
+inline void give_memory_and_values(torch::nn::Module& module, const NamedTensors& values) {
   to_empty(module);
   const c10::AutoGradMode no_grad(false);
   const auto guard = summon_full_params(module);
@@ -299,7 +305,7 @@ inline FSDPModule shard(const Trial& trial, torch::nn::Module& module) {
 
 /// The sharded run, on the calling rank, against the reference.
 inline void train_sharded(const Trial& trial, const Reference& reference) {
-  Subject subject = make_seeded(trial);
+  Subject subject = make_to_shard(trial);
   barrier(); // nobody draws random numbers before all have their weights
   const NamedTensors values = trial.from_meta ? move_to_meta(*subject.module) : NamedTensors();
   if (trial.shard_parts) {
@@ -309,7 +315,7 @@ inline void train_sharded(const Trial& trial, const Reference& reference) {
   }
   auto root = shard(trial, *subject.module);
   if (trial.from_meta) {
-    materialize(*subject.module, values);
+    give_memory_and_values(*subject.module, values);
   }
   if (trial.prepare) {
     trial.prepare(subject, root);

@@ -1,0 +1,133 @@
+#include "engine/recorded_storage.h"
+
+#include <utility>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+
+#include "engine/internal_scope.h"
+#include "engine/replay.h"
+
+namespace fsdp::engine {
+
+namespace {
+
+constexpr const char* kWhyHollow =
+    "[deferred_init] raw access to a tensor that is recorded and has no memory yet: what is made in deferred_init is "
+    "there for operators only. Call fully_shard or FullyShardedDataParallel on its module, or fsdp::materialize";
+
+c10::StorageImpl& storage_impl_of(const at::Tensor& tensor) {
+  return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+void hollow_out(const at::Tensor& tensor, RecordedStorage& recorded) {
+  auto& storage = storage_impl_of(tensor);
+  if (storage.nbytes() > 0) {
+    hollow_storage(storage, recorded.why_hollow);
+  }
+}
+
+// A clone of what was written.
+std::shared_ptr<const Operation> made_of(at::Tensor bytes, std::shared_ptr<const Memory> memory) {
+  static const auto clone = c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", "");
+  auto operation = std::make_shared<Operation>(clone);
+  const auto size = static_cast<int64_t>(memory->bytes);
+  operation->results = {RecordedTensor{std::move(memory), nullptr, {size}, {1}, 0, c10::kByte}};
+  operation->constants = {{bytes, bytes.unsafeGetTensorImpl()->version_counter().current_version()}};
+  operation->arguments = {std::move(bytes), c10::IValue()};
+  operation->tensors = {std::nullopt};
+  return operation;
+}
+
+Replay replay_of(const at::Tensor& tensor) {
+  end_writes_by_address(tensor, /*overwritten=*/false);
+  Replay replay;
+  replay.add(described(tensor, /*with_values=*/true));
+  return replay;
+}
+
+} // namespace
+
+RecordedStorage* recorded_storage_of(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  return tenant != nullptr && tenant->role == Role::kRecorded ? static_cast<RecordedStorage*>(tenant->keeps.get())
+                                                              : nullptr;
+}
+
+at::Tensor make_recorded_tensor(const TensorGeometry& geometry) {
+  auto recorded = std::make_shared<RecordedStorage>();
+  recorded->why_hollow = kWhyHollow;
+  auto tensor =
+      make_keyed_tensor(std::make_unique<Tenant>(Tenant{Role::kRecorded, nullptr, recorded}), nullptr, geometry);
+  recorded->memory = std::make_shared<Memory>(Memory{tensor.storage().nbytes(), geometry.device});
+  hollow_out(tensor, *recorded);
+  return tensor;
+}
+
+void let_write_by_address(const at::Tensor& tensor) {
+  auto& recorded = *recorded_storage_of(tensor);
+  if (recorded.memory->bytes > 0) {
+    const InternalScope scope;
+    recorded.written_by_address = at::empty({static_cast<int64_t>(recorded.memory->bytes)}, c10::kByte);
+    fill_storage(storage_impl_of(tensor), recorded.written_by_address.mutable_data_ptr(), recorded.why_hollow);
+  }
+}
+
+void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
+  auto& recorded = *recorded_storage_of(tensor);
+  if (!recorded.written_by_address.defined()) {
+    return;
+  }
+  at::Tensor written = std::exchange(recorded.written_by_address, {});
+  hollow_out(tensor, recorded);
+  if (!overwritten) {
+    recorded.values = made_of(std::move(written), recorded.memory);
+  }
+}
+
+RecordedTensor described(const at::Tensor& tensor, bool with_values) {
+  const auto& recorded = *recorded_storage_of(tensor);
+  return {
+      recorded.memory,
+      with_values ? recorded.values : nullptr,
+      tensor.sizes().vec(),
+      tensor.strides().vec(),
+      tensor.storage_offset(),
+      tensor.scalar_type(),
+      tensor.is_conj(),
+      tensor.is_neg(),
+      tensor.unsafeGetTensorImpl()->is_wrapped_number()};
+}
+
+void make_values(const at::Tensor& tensor) {
+  if (recorded_storage_of(tensor) == nullptr) {
+    return;
+  }
+  Replay replay = replay_of(tensor);
+  replay.run();
+  const auto made = replay.tensor(described(tensor, /*with_values=*/true)).storage();
+  own_memory(storage_impl_of(tensor), *made.unsafeGetStorageImpl());
+}
+
+void materialize(const at::Tensor& tensor) {
+  make_values(tensor);
+  const bool has_key = tensor.defined() && tensor.has_storage() && tensor.key_set().has(kKey);
+  if (has_key && tenant_of(tensor) == nullptr && !tensor.is_conj() && !tensor.is_neg()) {
+    const InternalScope scope;
+    auto plain = at::empty({0}, tensor.options().requires_grad(false));
+    plain.set_(tensor.storage(), tensor.storage_offset(), tensor.sizes(), tensor.strides());
+    take_data(tensor, plain);
+  }
+}
+
+void check_can_materialize(const at::Tensor& tensor) {
+  if (recorded_storage_of(tensor) != nullptr) {
+    replay_of(tensor).check();
+  }
+}
+
+std::string fingerprint(const at::Tensor& tensor) {
+  return replay_of(tensor).fingerprint();
+}
+
+} // namespace fsdp::engine
