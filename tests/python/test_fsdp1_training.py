@@ -295,3 +295,19 @@ def test_half_after_wrapping():
         assert torch.equal(a, b)
         assert (a.grad is None) == (b.grad is None)
         assert a.grad is None or torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("before", [False, True])
+@on_ranks(2)
+def test_optimizers_that_would_step_in_backward_are_refused(before, use_orig_params):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    error, says = (NotImplementedError, "does not have") if use_orig_params else (RuntimeError, "only supported with")
+    module = nn.Linear(4, 4)
+    with pytest.raises(error, match=f"{says}.*"):
+        if before:
+            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1}, register_hook=False)
+        model = FSDP(module, use_orig_params=use_orig_params)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}, register_hook=False)
+        model(torch.ones(1, 4))

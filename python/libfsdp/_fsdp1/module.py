@@ -34,7 +34,7 @@ from .groups import HYBRID, Groups, ProcessGroups
 from .ignored import Ignored
 from .state import instances_below, roots_below
 from .summon import summon
-from .unit import engine_options, make_unit
+from .unit import engine_options, make_unit, refuse_optimizers_in_backward
 
 HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 SHARED_BY_COPIES = ("process_group", "_inter_node_pg", "_device_mesh", "_groups", "_comm_hook")
@@ -216,6 +216,7 @@ class FullyShardedDataParallel(nn.Module):
     def _prepare(self) -> None:
         """Of a root, before its first forward: what can be known only when all is wrapped."""
         instances = instances_below(self)
+        refuse_optimizers_in_backward(self.parameters(), self._use_orig_params)
         for name in HOMOGENEOUS:
             values = {getattr(instance, name) for instance in instances}
             if len(values) > 1:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import nn
@@ -34,7 +34,22 @@ def make_unit(
         if sharded_behind(parameter) is None:
             new.setdefault(parameter, clean_tensor_name(path))
     _check_flattenable(new, use_orig_params)
+    refuse_optimizers_in_backward(new, use_orig_params)
     return (_shown_as_parts if use_orig_params else _shown_as_one)(module, slots, list(new), ignored, options, device)
+
+
+def refuse_optimizers_in_backward(params: Iterable[nn.Parameter], use_orig_params: bool) -> None:
+    """They would never run, and nothing would be trained."""
+    if not any(hasattr(param, "_in_backward_optimizers") for param in params):
+        return
+    if not use_orig_params:
+        raise RuntimeError(
+            "_apply_optimizer_in_backward is only supported with use_orig_params=True, and by PyTorch's class: call "
+            "optimizer.step() after backward()"
+        )
+    raise NotImplementedError(
+        "libfsdp's FullyShardedDataParallel does not have _apply_optimizer_in_backward: call optimizer.step() after backward()"
+    )
 
 
 def _check_flattenable(params: dict[nn.Parameter, str], use_orig_params: bool) -> None:
