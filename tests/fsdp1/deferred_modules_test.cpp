@@ -60,7 +60,8 @@ TEST(DeferredModules, MayBeWrappedAsTheyAreMade) {
   on_processes(2, [] {
     init({.device = "cpu"});
     torch::manual_seed(3);
-    auto ordinary = torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
+    const torch::nn::Linear first(4, 4), second(4, 4); // made in this order
+    torch::nn::Sequential ordinary(first, second);
     torch::manual_seed(3);
     const auto guard = enable_wrap();
     auto model = deferred_init([] { return WrappedAsItIsMade(); });
