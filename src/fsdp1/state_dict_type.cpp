@@ -143,7 +143,7 @@ void add_complaint(const Registered& here, const at::Tensor* there, bool strict,
 
 IncompatibleKeys load_local(torch::nn::Module& module, const StateDict& state, bool strict) {
   const auto all = registered_tensors(module, "load_state_dict");
-  IncompatibleKeys keys{.unexpected = state.keys()};
+  IncompatibleKeys keys{.missing = {}, .unexpected = state.keys()};
   std::vector<std::string> lines;
   for (const auto& here : all) {
     add_complaint(here, state.find(here.name), strict, lines);
