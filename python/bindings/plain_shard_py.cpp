@@ -29,9 +29,6 @@ class PlainShard final : public ShownShard {
   }
   void give_gradient(at::Tensor piece) override {
     const at::Tensor parameter = tensor();
-    if (parameter.numel() == 0) {
-      return; // optimizers leave alone what has none
-    }
     for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
       piece = (*hook)({std::move(piece)})[0];
     }

@@ -179,13 +179,11 @@ void see(const at::Tensor& tensor, bool written, Call& call) {
     if (!call.traits.reads_nothing) {
       refuse_gradient(*tenant, call);
     }
-  } else if (tenant->role == Role::kRecorded) {
-    if (!call.traits.reads_nothing) {
-      use_recorded(tensor, call.name);
-    }
   } else if (tenant->param != nullptr) {
     tenant->role == Role::kHandle ? see_handle(*tenant->param, tensor, written, call)
                                   : see_shard(*tenant->param, written, call);
+  } else if (tenant->role == Role::kRecorded && !call.traits.reads_nothing) {
+    use_recorded(tensor, call.name);
   }
 }
 

@@ -63,10 +63,6 @@ void Param::drop_gradient_with_handles() {
 
 void Param::give_shard_gradient(at::Tensor gradient) {
   FlatShard* flat = bucket_.flat_shard();
-  const bool has_nothing = layout_.is_part_of_flat() && layout_.numel() > 0 && shard_.numel() == 0;
-  if (flat == nullptr && has_nothing) { // nor states, then, of an optimizer
-    return;
-  }
   const bool lies_well =
       gradient.sizes() == c10::IntArrayRef(shard_sizes_) && gradient.strides() == c10::IntArrayRef(shard_strides_);
   if (flat == nullptr && !lies_well) {

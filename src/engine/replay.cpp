@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <sstream>
+#include <string>
 #include <utility>
 
 #include <ATen/Context.h>
@@ -22,6 +24,7 @@ namespace fsdp::engine {
 namespace {
 
 /// An operator that cannot be given a generator draws from its device's, which is put back to a former state for it.
+/// Another thread that draws from it in the meantime draws other numbers than it would, and so does the operator.
 class FormerState {
  public:
   explicit FormerState(const at::Generator& former)
@@ -46,17 +49,29 @@ class FormerState {
   at::Tensor state_;
 };
 
+/// `rand`, `randint` and their like have a second form that takes a generator.
+std::optional<c10::OperatorHandle> form_with_generator(const c10::OperatorHandle& op) {
+  const std::string& overload = op.schema().overload_name();
+  const std::string with = overload.empty()          ? "generator"
+                           : overload == "low_dtype" ? "low_generator_dtype"
+                                                     : overload + "_generator";
+  return c10::Dispatcher::singleton().findSchema({op.schema().name(), with});
+}
+
 void call(const Operation& operation, torch::jit::Stack& stack) {
-  const int generator = index_of_argument(operation.op.schema(), "generator");
   if (!operation.generator.defined()) {
-    operation.op.callBoxed(stack);
-  } else if (generator >= 0) {
-    stack[generator] = operation.generator.clone();
-    operation.op.callBoxed(stack);
-  } else {
-    const FormerState state(operation.generator);
-    operation.op.callBoxed(stack);
+    return operation.op.callBoxed(stack);
   }
+  if (const int generator = index_of_argument(operation.op.schema(), "generator"); generator >= 0) {
+    stack[generator] = operation.generator.clone();
+    return operation.op.callBoxed(stack);
+  }
+  if (const auto form = form_with_generator(operation.op)) {
+    stack.insert(stack.begin() + index_of_argument(form->schema(), "generator"), operation.generator.clone());
+    return form->callBoxed(stack);
+  }
+  const FormerState state(operation.generator);
+  operation.op.callBoxed(stack);
 }
 
 bool lies_in(const at::Tensor& tensor, const RecordedTensor& expected) {

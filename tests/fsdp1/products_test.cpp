@@ -216,6 +216,23 @@ Subject half_frozen() {
   return subject;
 }
 
+/// Most ranks have no element of what is trained.
+Subject only_last_bias() {
+  Subject subject = subjects::mlp();
+  for (auto& item : subject.module->named_parameters()) {
+    item.value().set_requires_grad(item.key() == "4.bias");
+  }
+  return subject;
+}
+
+Subject only_biases() {
+  Subject subject = subjects::mlp();
+  for (auto& item : subject.module->named_parameters()) {
+    item.value().set_requires_grad(item.key().ends_with("bias"));
+  }
+  return subject;
+}
+
 struct KindOfModel {
   const char* name;
   MakeSubject make;
@@ -230,7 +247,9 @@ const std::vector<KindOfModel> kKindsOfModels = {
     {"Uneven", subjects::mlp},
     {"Skips", skips},
     {"SeveralForwards", several_forwards},
-    {"HalfFrozen", half_frozen, true}};
+    {"HalfFrozen", half_frozen, true},
+    {"OnlyBiases", only_biases, true},
+    {"OnlyLastBias", only_last_bias, true}};
 
 class KindsOfModels : public ::testing::TestWithParam<std::tuple<KindOfModel, int>> {};
 

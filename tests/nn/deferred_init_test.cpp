@@ -1,5 +1,6 @@
 // Modules that are recorded have the values of an ordinary construction, in every bit.
 
+#include <atomic>
 #include <limits>
 #include <thread>
 
@@ -424,6 +425,38 @@ TEST(DeferredInit, GivesValuesOnAnotherThread) {
   const auto layer = deferred_init([] { return nn::Linear(30, 20); });
   std::thread([&] { materialize(layer); }).join();
   EXPECT_TRUE(layer->weight.equal(ordinary->weight));
+}
+
+TEST(DeferredInit, GivesValuesWhileAnotherThreadDraws) {
+  const auto draw = [] {
+    torch::manual_seed(4);
+    auto module = std::make_shared<nn::Module>();
+    for (int i = 0; i < 100; ++i) {
+      const auto name = std::to_string(i);
+      module->register_buffer("rand" + name, torch::rand({3}));
+      module->register_buffer("randint" + name, torch::randint(3, 90, {3}));
+      module->register_buffer("randperm" + name, torch::randperm(9));
+      module->register_parameter("randn" + name, torch::randn({3}));
+    }
+    return module;
+  };
+  const auto ordinary = draw();
+  const auto module = deferred_init(draw);
+  std::atomic<bool> done = false;
+  std::thread other([&] {
+    while (!done) {
+      torch::rand({1});
+    }
+  });
+  materialize(*module);
+  done = true;
+  other.join();
+  for (const auto& item : ordinary->named_buffers()) {
+    EXPECT_TRUE(module->named_buffers()[item.key()].equal(item.value())) << item.key();
+  }
+  for (const auto& item : ordinary->named_parameters()) {
+    EXPECT_TRUE(module->named_parameters()[item.key()].equal(item.value())) << item.key();
+  }
 }
 
 TEST(DeferredInit, RefusesToForgetAGraph) {

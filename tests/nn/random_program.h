@@ -99,6 +99,7 @@ struct Program {
   bool zeros = false; ///< for unused parameters
   bool stays_whole = false; ///< after backward
   bool separate_group = false;
+  std::optional<nn::FlatCut> flat = std::nullopt;
   int in_flight = 1;
   double divisor = 0; ///< the number of ranks, if 0
   Optimizer optimizer = Optimizer::kOperators;
@@ -135,8 +136,10 @@ inline std::string Program::str() const {
     out << "\n  #" << i << " " << parts[i].str();
   }
   out << "\n  frozen " << str_of(frozen) << (offload ? ", offload" : "") << (last_dims ? ", last dimensions" : "")
-      << (zeros ? ", zeros" : "") << (stays_whole ? ", stays whole" : "") << (separate_group ? ", separate group" : "")
-      << ", in flight " << in_flight << ", divisor " << divisor << ", " << name_of(optimizer);
+      << (flat ? ", flat" : "") << (flat ? " " + std::to_string(flat->alignment) : "")
+      << (flat && flat->shown_as_one ? " as one" : "") << (zeros ? ", zeros" : "")
+      << (stays_whole ? ", stays whole" : "") << (separate_group ? ", separate group" : "") << ", in flight "
+      << in_flight << ", divisor " << divisor << ", " << name_of(optimizer);
   for (const auto& [label, dtype] : {std::pair{"param", precision.param_dtype}, {"reduce", precision.reduce_dtype}}) {
     out << (dtype ? std::string(", ") + label + " " + c10::toString(*dtype) : "");
   }
@@ -177,6 +180,7 @@ inline std::vector<std::shared_ptr<torch::nn::Module>> modules_of(const torch::n
 struct Limits {
   int most_ranks = 4;
   bool on_host = true;
+  bool flat = false; ///< units are cut as one
 };
 
 class Drawing {
@@ -188,6 +192,7 @@ class Drawing {
   Program program() {
     draw_arrangement();
     draw_options();
+    draw_cut();
     draw_model();
     draw_units();
     const int steps = 2 + draw_.below(4);
@@ -224,6 +229,16 @@ class Drawing {
     if (limits_.on_host && draw_.chance(35)) {
       program_.optimizer = Optimizer::kRaw;
     }
+  }
+
+  void draw_cut() {
+    if (limits_.flat) {
+      program_.flat = nn::FlatCut{.alignment = draw_.chance(50) ? 16 : 1, .shown_as_one = draw_.chance(50)};
+      program_.last_dims = false;
+    }
+  }
+  bool is_shown_as_one() const {
+    return program_.flat && program_.flat->shown_as_one;
   }
 
   bool casts() const {
@@ -280,7 +295,7 @@ class Drawing {
       program_.differs_by_roundings = has_checkpoints_;
     }
     const bool first_is_trained = program_.zeros || program_.optimizer == Optimizer::kRaw;
-    const int share = draw_.one_of<int>({0, 0, 20, 50});
+    const int share = is_shown_as_one() ? 0 : draw_.one_of<int>({0, 0, 20, 50}); // as one, or not at all
     for (int i = 0; i < static_cast<int>(model_->named_parameters().size()); ++i) {
       if (draw_.chance(share) && !(first_is_trained && i < 2)) {
         program_.frozen.push_back(i);
@@ -392,16 +407,19 @@ class Drawing {
         What::kReadWhole,
         What::kUnshard,
         What::kReplaceShards};
-    if (!program_.zeros && program_.optimizer != Optimizer::kRaw) {
+    if (!program_.zeros && program_.optimizer != Optimizer::kRaw && !is_shown_as_one()) {
       choices.push_back(What::kFreeze);
     }
     if (!ranks_differ_) { // all have to break in the same place
       choices.insert(choices.end(), {What::kBreakForward, What::kBreakBackward});
     }
     if (limits_.on_host) {
-      choices.insert(choices.end(), {What::kWriteShardsRaw, What::kToDouble});
+      choices.push_back(What::kWriteShardsRaw);
+      if (!is_shown_as_one()) { // recurrent modules lose what is hidden
+        choices.push_back(What::kToDouble);
+      }
     }
-    if (!has_same_weights_) {
+    if (!has_same_weights_ && !program_.flat) {
       choices.push_back(What::kClone);
     }
     if (may_look_alone()) {

@@ -2,6 +2,7 @@
 
 #include "engine/unit.h"
 #include "nn/random_trial.h"
+#include "nn/slots.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing::random {
@@ -99,7 +100,7 @@ class Sharded {
       for (const int index : unit.modules) {
         of_unit.push_back(modules[static_cast<size_t>(index)].get());
       }
-      fully_shard(of_unit, options_of(unit));
+      nn::make_unit(of_unit, options_of(unit), program_.flat);
     }
   }
 
@@ -196,9 +197,20 @@ class Sharded {
     }
     return shards;
   }
+  /// The parameters' shards, also where users see them as one.
+  std::vector<engine::Param*> params() const {
+    shards(); // what members were told, they are
+    std::vector<engine::Param*> params;
+    for (const auto& slot : nn::slots_of(*model_)) {
+      if (auto* param = engine::param_of(slot.tensor); std::find(params.begin(), params.end(), param) == params.end()) {
+        params.push_back(param);
+      }
+    }
+    return params;
+  }
   void see_shards() {
-    for (const auto& shard : shards()) {
-      see_piece(shard, shard);
+    for (const auto* param : params()) {
+      see_piece(param->shard(), param->shard());
     }
   }
 
@@ -250,8 +262,8 @@ class Sharded {
       case What::kLookAlone:
         return look_alone(choice);
       case What::kReadWhole:
-        for (const auto& shard : shards()) {
-          see(sharded(shard).full_tensor());
+        for (const auto* param : params()) {
+          see(sharded(param->shard()).full_tensor());
         }
         return;
       case What::kFreeze:
@@ -315,22 +327,25 @@ class Sharded {
 
   void summon(int choice) {
     const bool writes = (choice & 1) != 0, rank0_only = !writes && (choice & 2) != 0;
+    const size_t count = params().size();
     auto guard = summon_full_params(
         *model_,
         {.writeback = writes,
          .rank0_only = rank0_only,
          .offload_to_cpu = (choice & 4) != 0,
          .with_grads = (choice & 8) != 0});
+    if (rank0_only && rank() != 0) { // where parameters may be shown as one
+      for (size_t i = 0; i < count; ++i) {
+        next_note();
+      }
+      return guard.end();
+    }
     std::unordered_set<const c10::TensorImpl*> seen;
     for (auto& parameter : model_->parameters()) {
       if (!seen.insert(parameter.unsafeGetTensorImpl()).second) {
         continue;
       }
-      if (rank0_only && rank() != 0) {
-        next_note();
-      } else {
-        see(parameter);
-      }
+      see(parameter);
       if (writes) {
         parameter.mul_(0.75);
       }
@@ -420,8 +435,8 @@ class Sharded {
     for (const auto& loss : std::exchange(losses_, {})) {
       see(loss);
     }
-    for (const auto& shard : shards()) {
-      see_piece(shard, shard.grad());
+    for (const auto* param : params()) {
+      see_piece(param->shard(), param->shard_gradient());
     }
     if (program_.optimizer == Optimizer::kRaw && (program_.stays_whole || !program_.all_ranks_write())) {
       top.note_shard_writes(); // what is kept whole is not gathered anew else

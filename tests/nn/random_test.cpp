@@ -14,14 +14,20 @@ Mesh mesh_of(const Arrangement& arrangement) {
   return init_device_mesh("cpu", {arrangement.replicas, arrangement.shards}, {"replicate", "shard"});
 }
 
-TEST(Random, TrialsTrainAsUnsharded) {
-  run_trials(100, {}, [](const Program& program, BlockImpl& start) {
-    const auto notes = Unsharded(program, start, c10::kCPU).run();
-    on_threads(program.arrangement.ranks(), [&] {
-      Sharded(program, start, mesh_of(program.arrangement), notes[static_cast<size_t>(rank())]).run();
-      barrier();
-    });
+void run_beside_unsharded(const Program& program, BlockImpl& start) {
+  const auto notes = Unsharded(program, start, c10::kCPU).run();
+  on_threads(program.arrangement.ranks(), [&] {
+    Sharded(program, start, mesh_of(program.arrangement), notes[static_cast<size_t>(rank())]).run();
+    barrier();
   });
+}
+
+TEST(Random, TrialsTrainAsUnsharded) {
+  run_trials(100, {}, run_beside_unsharded);
+}
+
+TEST(Random, TrialsOfFlatUnitsTrainAsUnsharded) {
+  run_trials(60, {.flat = true}, run_beside_unsharded);
 }
 
 } // namespace

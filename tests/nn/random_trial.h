@@ -181,6 +181,7 @@ class Unsharded {
       }
       take_gradients_of(parameter, parameters_.size() - 1);
     }
+    note_units();
     gradients_.resize(names_.size());
     of_backward_.resize(names_.size());
     buffers_.resize(notes_.size());
@@ -222,6 +223,20 @@ class Unsharded {
     Unsharded& owner;
     size_t index;
   };
+
+  // Units are listed children first, and a parameter is the first one's.
+  void note_units() {
+    unit_of_.assign(parameters_.size(), program_.units.size());
+    const auto modules = modules_of(*model_);
+    for (size_t unit = 0; unit < program_.units.size(); ++unit) {
+      for (const int module : program_.units[unit].modules) {
+        for (const auto& parameter : modules[static_cast<size_t>(module)]->parameters()) {
+          size_t& first = unit_of_[index_of(parameter)];
+          first = std::min(first, unit);
+        }
+      }
+    }
+  }
 
   // In the reduce dtype as they come: a recomputed part's may come by themselves.
   void take_gradients_of(const at::Tensor& parameter, size_t index) {
@@ -469,12 +484,24 @@ class Unsharded {
   // As units do: see `step_gradients` in parity.h. Nothing comes from backwards without synchronization.
   void reduce(const std::vector<std::vector<Tensors>>& gradients, const std::vector<Micro>& micro_of_backward) {
     const auto& arrangement = program_.arrangement;
+    std::vector<std::vector<bool>> used; // by backward and unit; there is one gradient for all of a flat unit, or none
+    for (const auto& of_rank : gradients) {
+      used.resize(micro_of_backward.size(), std::vector<bool>(program_.units.size()));
+      for (size_t backward = 0; program_.flat && backward < micro_of_backward.size(); ++backward) {
+        for (size_t i = 0; i < names_.size(); ++i) {
+          used[backward][unit_of_[i]] = used[backward][unit_of_[i]] || of_rank[backward][i].defined();
+        }
+      }
+    }
     for (size_t i = 0; i < names_.size(); ++i) {
       Tensors whole(static_cast<size_t>(ranks())); // by rank
       Tensors partial(static_cast<size_t>(arrangement.replicas)); // put off
       for (size_t backward = 0; backward < micro_of_backward.size(); ++backward) {
         for (int rank = 0; rank < ranks(); ++rank) {
           whole[static_cast<size_t>(rank)] = gradients[static_cast<size_t>(rank)][backward][i];
+        }
+        if (used[backward][unit_of_[i]] && parameters_[i].requires_grad() && !whole[0].defined()) {
+          whole[0] = at::zeros_like(masters_[i]).to(reduce_dtype(i));
         }
         if (micro_of_backward[backward].syncs) {
           reduce_one(i, whole, partial, micro_of_backward[backward].all_reduces);
@@ -515,6 +542,7 @@ class Unsharded {
   Tensors parameters_; // what the model computes with
   Tensors masters_; // what the optimizer sees
   std::vector<bool> frozen_;
+  std::vector<size_t> unit_of_;
   Tensors gradients_; // of the masters
   Tensors of_backward_; // of this rank, since the last backward
   std::vector<Tensors> buffers_; // by rank
