@@ -16,7 +16,8 @@ struct SummonOptions {
 };
 
 /// While it lives, `module.parameters()` are whole, plain tensors, which may be read and written.
-/// Collective, at its construction and at its end. Not in the middle of a forward or backward.
+/// Collective, at its construction and at its end. Not in a backward. Between a forward and its backward for reading:
+/// what is written then is a write to what the graph has saved.
 class FSDP_API SummonedParams {
  public:
   struct Impl;

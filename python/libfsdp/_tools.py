@@ -76,7 +76,8 @@ def summon_full_params(
     """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written: write into them,
     others in their places are dropped at the end. What was a DTensor before ``fully_shard`` is one as it was.
 
-    Collective at its beginning and at its end. Not between a forward and the end of its backward.
+    Collective at its beginning and at its end. Not in a backward. Between a forward and its backward for
+    reading: what is written then is a write to what the graph has saved.
     """
     state = state_of(module)
     places = [

@@ -252,7 +252,18 @@ void Bucket::write_back(size_t index) {
     written = at::where(written.eq(shard.to(written.scalar_type())), shard, written.to(shard.scalar_type()));
   }
   shard.copy_(written);
-  param.values_change();
+}
+
+void Bucket::show_waiting_gradients() {
+  for (Param* param : params_) {
+    param->show_waiting_gradient();
+  }
+}
+
+void Bucket::take_back_waiting_gradients() {
+  for (Param* param : params_) {
+    param->take_back_waiting_gradient();
+  }
 }
 
 void Bucket::values_change(Param& param) {

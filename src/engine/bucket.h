@@ -112,6 +112,10 @@ class Bucket {
     may_be_written_ = is_private();
   }
 
+  /// See Unit.
+  virtual void show_waiting_gradients();
+  virtual void take_back_waiting_gradients();
+
   /// Somebody is about to write what users see of a parameter's shard.
   virtual void values_change(Param& param);
   /// Returns once no rank reads this rank's shards any more.

@@ -58,6 +58,14 @@ void FlatBucket::values_change(Param& param) {
   }
 }
 
+void FlatBucket::show_waiting_gradients() {
+  flat_shard_ ? flat_shard_->show_waiting_gradient() : Bucket::show_waiting_gradients();
+}
+
+void FlatBucket::take_back_waiting_gradients() {
+  flat_shard_ ? flat_shard_->take_back_waiting_gradient() : Bucket::take_back_waiting_gradients();
+}
+
 std::vector<Piece> FlatBucket::pieces() const {
   const Param& first = *params().front();
   const int64_t chunk = first.layout().cut().chunk;

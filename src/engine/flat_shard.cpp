@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include "base/check.h"
@@ -32,7 +33,7 @@ class PartOfFlat final : public ShownShard {
         param_.name());
   }
   at::Tensor gradient() const override {
-    const at::Tensor& gradient = flat_->tensor().grad();
+    const at::Tensor gradient = flat_->gradient();
     return gradient.defined() ? flat_->part_of(param_, gradient) : gradient;
   }
   void give_gradient(at::Tensor) override {
@@ -141,6 +142,44 @@ at::Tensor FlatShard::part_of(const Param& param, const at::Tensor& flat) const 
 
 void FlatShard::give_gradient(const at::Tensor& gradient) {
   itself_.give_gradient(gradient);
+}
+
+at::Tensor FlatShard::put_gradients_together() const {
+  at::Tensor whole; // which they are views of, where they have been put together before
+  for (Param* param : bucket_.params()) {
+    at::Tensor& gradient = param->gradient;
+    const auto& cut = param->layout().cut();
+    if (!gradient.defined()) {
+      continue;
+    }
+    if (!whole.defined()) {
+      const int64_t size[] = {cut.chunk * bucket_.shard_group().size()}, step[] = {1};
+      const bool is_view =
+          static_cast<int64_t>(gradient.storage().nbytes()) == size[0] * static_cast<int64_t>(gradient.itemsize());
+      whole = is_view ? gradient.as_strided(size, step, 0) : at::zeros(size, gradient.options());
+    }
+    if (!gradient.is_alias_of(whole)) {
+      const auto view = whole.as_strided(param->layout().sizes(), param->layout().strides(), cut.before);
+      gradient = view.copy_(gradient);
+    }
+  }
+  return whole;
+}
+
+void FlatShard::show_waiting_gradient() {
+  if (const at::Tensor whole = put_gradients_together(); whole.defined()) {
+    const layout::ParamLayout& last = bucket_.params().back()->layout();
+    waiting_.show(tensor_, whole.narrow(0, 0, last.cut().before + last.numel())); // without the padding
+  }
+}
+
+void FlatShard::take_back_waiting_gradient() {
+  if (!waiting_.is_shown() || waiting_.take_back(tensor_, bucket_.params().front()->name())) {
+    return;
+  }
+  for (Param* param : bucket_.params()) {
+    param->gradient.reset();
+  }
 }
 
 std::shared_ptr<ShownShard> FlatShard::shown_for(const Param& param) {

@@ -11,6 +11,7 @@
 
 #include "engine/shard_itself.h"
 #include "engine/tenant.h"
+#include "engine/waiting_gradient.h"
 
 namespace fsdp::engine {
 
@@ -51,6 +52,13 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   at::Tensor share_of(const at::Tensor& whole) const;
   /// Adds to the gradient, or becomes it; then runs the hooks that wait for it.
   void give_gradient(const at::Tensor& gradient);
+  /// See Unit. It is one tensor, of which the parameters' gradients become views; zero where no gradient is.
+  void show_waiting_gradient();
+  void take_back_waiting_gradient();
+  /// This rank's share of the gradient; undefined if there is none.
+  at::Tensor gradient() const {
+    return waiting_.own(tensor_);
+  }
   /// What the parameters' `ShownShard`s are.
   std::shared_ptr<ShownShard> shown_for(const Param& param);
 
@@ -58,10 +66,12 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   void key(Tenant tenant, void* memory, const TensorGeometry& geometry);
   void leave_storage();
   void clear_gaps(const at::Tensor& flat) const;
+  at::Tensor put_gradients_together() const;
 
   const FlatBucket& bucket_;
   at::Tensor tensor_;
   ShardItself itself_{tensor_};
+  WaitingGradient waiting_;
   Tenant* tenant_ = nullptr; // owned by the storage, which lives as long as `storage_` is not expired
   c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
   bool replaced_ = false; // and it has the keys already

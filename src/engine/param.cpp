@@ -1,10 +1,12 @@
 #include "engine/param.h"
 
+#include <optional>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
 #include "engine/bucket.h"
@@ -23,6 +25,31 @@ bool lies_as(const at::Tensor& tensor, c10::IntArrayRef strides) {
   return tensor.layout() == c10::kStrided && tensor.strides() == strides && !tensor.is_conj() && !tensor.is_neg() &&
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
+
+/// A leaf goes on as the leaf of the graph that there is, while its tensor gets data of another dtype and its own
+/// again.
+class KeptLeaf {
+ public:
+  explicit KeptLeaf(const at::Tensor& leaf)
+      : leaf_(leaf), device_(leaf.device()), autograd_(torch::autograd::impl::get_autograd_meta(leaf)) {
+    if (autograd_ != nullptr) {
+      adds_up_ = autograd_->grad_accumulator_;
+    }
+  }
+  ~KeptLeaf() {
+    if (adds_up_ && leaf_.device() == device_) { // else its gradients would come to the former device
+      autograd_->grad_accumulator_ = *adds_up_;
+    }
+  }
+  KeptLeaf(const KeptLeaf&) = delete;
+  KeptLeaf& operator=(const KeptLeaf&) = delete;
+
+ private:
+  const at::Tensor& leaf_;
+  c10::Device device_;
+  torch::autograd::AutogradMeta* autograd_;
+  std::optional<decltype(torch::autograd::AutogradMeta::grad_accumulator_)> adds_up_;
+};
 
 } // namespace
 
@@ -246,6 +273,7 @@ void Param::show_copy(const at::Tensor& copy) {
   const bool as_gathered = copy.scalar_type() == gathered_ && copy.device() == unit_.device();
   if (at::Tensor handle(handle_.lock()); !as_gathered && handle.defined() && !put_aside_.defined()) {
     InternalScope scope;
+    const KeptLeaf kept(handle);
     put_aside_ = handle.alias();
     put_aside_storages_ = std::exchange(handle_storages_, {});
     hollow_out(handle, {layout_.sizes(), layout_.strides(), copy.scalar_type(), copy.device()});
@@ -264,7 +292,8 @@ void Param::end_copy() {
   handle_storages_ = std::exchange(put_aside_storages_, {});
   const at::Tensor gathered = std::exchange(put_aside_, {});
   if (is_ours) {
-    handle.set_data(gathered);
+    const KeptLeaf kept(handle);
+    take_data(handle, gathered);
   }
 }
 

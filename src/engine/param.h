@@ -13,6 +13,7 @@
 #include <fsdp/shown_shard.h>
 
 #include "engine/tenant.h"
+#include "engine/waiting_gradient.h"
 #include "layout/param_layout.h"
 
 namespace fsdp::engine {
@@ -182,6 +183,9 @@ class alignas(64) Param {
   /// A gradient has arrived: takes it off the handle.
   void take_gradient(const at::Tensor& handle);
   void forget_uses();
+  /// See Unit.
+  void show_waiting_gradient();
+  void take_back_waiting_gradient();
   /// Whether the next reduction of its unit has something to do for it.
   bool takes_part_in_reduction() const;
   /// The same where something is reduced for another of its bucket: the gradient of a flat parameter is one.
@@ -233,6 +237,7 @@ class alignas(64) Param {
   int rank_;
   Tenant* shard_tenant_ = nullptr; // owned by its storage
   at::Tensor stand_in_; // see Role::kGradient
+  WaitingGradient waiting_;
   int64_t last_segment_ = -1; // that used it; no two are the same
   struct HollowStorage {
     c10::weak_intrusive_ptr<c10::StorageImpl>

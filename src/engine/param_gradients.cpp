@@ -44,7 +44,19 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
 } // namespace
 
 at::Tensor Param::shard_gradient() const {
-  return shown_->gradient();
+  return waiting_.is_shown() ? waiting_.own(shard_) : shown_->gradient();
+}
+
+void Param::show_waiting_gradient() {
+  if (gradient.defined()) {
+    waiting_.show(shard_, gradient);
+  }
+}
+
+void Param::take_back_waiting_gradient() {
+  if (waiting_.is_shown() && !waiting_.take_back(shard_, name_)) {
+    gradient.reset();
+  }
 }
 
 bool Param::gradient_was_dropped() const {

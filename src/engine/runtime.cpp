@@ -175,6 +175,10 @@ bool Runtime::needs_old_values() {
   return forward_graph_.lives();
 }
 
+bool Runtime::backward_runs() const {
+  return backward_queued_ || (in_forward_ && torch::autograd::get_current_graph_task_id() >= 0);
+}
+
 void Runtime::check_not_broken(const char* operation) const {
   FSDP_CHECK(
       !broken_ && (!backward_queued_ || torch::autograd::get_current_graph_task_id() >= 0),
@@ -254,6 +258,7 @@ void Runtime::begin_backward() {
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       unit->expect_gradients(graph, /*nested=*/false);
+      unit->take_back_waiting_gradients();
     }
   }
   const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backward_);
@@ -373,6 +378,7 @@ void Runtime::finish_backward() {
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       step_is_over ? unit->forget_uses() : unit->end_backward();
+      unit->show_waiting_gradients();
     }
   }
   if (step_is_over) {

@@ -96,6 +96,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool in_backward() const {
     return backward_queued_;
   }
+  /// The same, or one is on its way to a unit through a forward's graph, on this thread.
+  bool backward_runs() const;
   void gradient_arrived(Param& param, const at::Tensor& handle);
   /// A shard gets its gradient when the lock is free: an optimizer may be about to step then.
   void gradient_delivered(Unit& unit);

@@ -88,7 +88,8 @@ at::Tensor ShardedTensor::full_grad() const {
 }
 
 at::Tensor ShardedTensor::grad() const {
-  return engine::flat_shard_of(local) != nullptr ? local.grad() : param_behind(local).shard_gradient();
+  const auto* flat = engine::flat_shard_of(local);
+  return flat != nullptr ? flat->gradient() : param_behind(local).shard_gradient();
 }
 
 bool is_sharded(const at::Tensor& tensor) {

@@ -499,6 +499,24 @@ int64_t Unit::gradient_bytes() const {
   return total;
 }
 
+void Unit::show_waiting_gradients() {
+  if (!policy.shows_waiting_gradients || policy.requires_gradient_sync) {
+    return;
+  }
+  for (auto& bucket : buckets_) {
+    bucket->show_waiting_gradients();
+  }
+}
+
+void Unit::take_back_waiting_gradients() {
+  if (!policy.shows_waiting_gradients) {
+    return;
+  }
+  for (auto& bucket : buckets_) {
+    bucket->take_back_waiting_gradients();
+  }
+}
+
 void Unit::follow_requires_grad() {
   for (auto& param : params_) {
     param->follow_requires_grad();
@@ -544,6 +562,7 @@ void Unit::drop_shares() {
 
 void Unit::reset() {
   forget_uses();
+  take_back_waiting_gradients();
   for (auto& param : params_) {
     param->gradient.reset();
     param->partial.reset();

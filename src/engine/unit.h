@@ -67,6 +67,7 @@ struct UnitPolicy {
   bool requires_all_reduce = true;
   bool reduce_unused_params = false;
   bool casts_inputs_as_root = false; ///< at its boundary, whatever its precision says of inputs elsewhere
+  bool shows_waiting_gradients = false; ///< those that no backward has reduced yet: whole, in place of the shards'
   bool keep_gradient_dtype = false; ///< shards get gradients in the dtype in which they were reduced
   bool prefetch_in_backward = true;
   NextInBackward next_in_backward = NextInBackward::kWhenUsed;
@@ -263,6 +264,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool gathered_in_backward = false;
   bool kept_through_backward = false; ///< whole since the last one
   int64_t gradient_bytes() const;
+  /// Gradients wait for a later backward, and users see them until it begins: what they drop is dropped.
+  void show_waiting_gradients();
+  void take_back_waiting_gradients();
   /// Once for each backward.
   void expect_gradients(const BackwardGraph& graph, bool nested);
   void end_backward();

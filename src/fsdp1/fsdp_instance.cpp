@@ -100,7 +100,7 @@ void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
       std::any_of(units.begin(), units.end(), [](const Unit* each) { return each != nullptr && each->summoned > 0; });
   const char* state = summoned ? "SUMMON_FULL_PARAMS" : "FORWARD_BACKWARD";
   FSDP_CHECK(
-      !summoned && !is_called(unit) && !unit->runtime().in_backward(),
+      !summoned && !is_called(unit) && !unit->runtime().backward_runs(),
       "[{}] expected to be in states [IDLE] but current state is {}: call it between steps, outside of "
       "summon_full_params",
       operation,
@@ -165,7 +165,7 @@ FSDPInstance::NoSync FSDPInstance::no_sync() const {
 SummonedParams FSDPInstance::summon_full_params(const SummonOptions& options) const {
   const auto unit = impl_->unit("summon_full_params");
   FSDP_CHECK(
-      !is_called(unit) && !unit->runtime().in_backward(),
+      !is_called(unit) && !unit->runtime().backward_runs(),
       "[summon_full_params] Cannot manually unshard parameters during forward/backward: call it between steps");
   FSDP_CHECK(
       !options.with_grads || impl_->options.use_orig_params,

@@ -248,6 +248,7 @@ std::shared_ptr<FSDPInstance::Impl> make_instance(
   for_unit.ignored_params = ignored;
   const nn::FlatCut cut{.alignment = options.use_orig_params ? 16 : 1, .shown_as_one = !options.use_orig_params};
   const auto unit = nn::make_unit({&module}, for_unit, cut);
+  unit->policy.shows_waiting_gradients = true;
   unit->policy.keep_gradient_dtype = options.mixed_precision.keep_low_precision_grads;
   unit->policy.casts_inputs_as_root = options.mixed_precision.cast_root_forward_inputs;
   unit->policy.next_in_backward = next_in_backward(options);

@@ -224,6 +224,10 @@ void set_comm_hook(
   }
 }
 
+void show_waiting_gradients(const FSDPModule& module) {
+  module.unit()->policy.shows_waiting_gradients = true;
+}
+
 void set_keep_gradient_dtype(const FSDPModule& module, bool keep) {
   module.unit()->policy.keep_gradient_dtype = keep;
 }

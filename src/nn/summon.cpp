@@ -28,8 +28,27 @@ namespace fsdp {
 using engine::Param;
 using engine::Unit;
 
+namespace {
+
+// -1 if nobody counts.
+int64_t version_of(const at::Tensor& tensor) {
+  return tensor.is_inference() ? -1 : tensor._version();
+}
+
+} // namespace
+
 /// What has to be undone: which whole tensor stands in which slot, and for which parameter.
 struct SummonedParams::Impl {
+  struct Whole {
+    at::Tensor tensor;
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
+    int64_t version = version_of(tensor);
+
+    bool has_changed() const {
+      const bool known = version >= 0 && tensor.storage().unsafeGetStorageImpl() == storage;
+      return !known || version_of(tensor) != version;
+    }
+  };
   struct Replaced {
     Slot slot;
     Param* param; ///< null: a flat shard, which nothing replaces
@@ -38,7 +57,7 @@ struct SummonedParams::Impl {
   SummonOptions options;
   std::vector<std::shared_ptr<Unit>> all_units; ///< also where nothing is shown
   std::vector<std::shared_ptr<Unit>> units; ///< that are shown
-  std::unordered_map<Param*, at::Tensor> wholes;
+  std::unordered_map<Param*, Whole> wholes;
   std::vector<Replaced> replaced;
 
   bool visible = true; ///< on this rank
@@ -51,7 +70,7 @@ struct SummonedParams::Impl {
   }
   void restore();
   void give_back(Unit& unit);
-  void write_back(Unit& unit, Param& param, const at::Tensor& whole) const;
+  void write_back(Unit& unit, Param& param, const Whole& shown) const;
 };
 
 namespace {
@@ -96,9 +115,10 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   engine::InternalScope scope;
   auto guard = unit->runtime().lock();
   FSDP_CHECK(
-      !unit->runtime().needs_old_values(),
-      "[summon_full_params] was called between the beginning of a forward and the end of its backward: call it before "
-      "or after (after a forward without backward, call reset_iter_state() on the root first)");
+      !unit->runtime().backward_runs(),
+      "[summon_full_params] was called in a backward, which computes with the parameters of '{}': call it before or "
+      "after",
+      unit->display_name());
   unit->unshard_as_stored(options.offload_to_cpu ? c10::Device(c10::kCPU) : unit->device(), visible);
   all_units.push_back(unit);
   ++unit->summoned;
@@ -114,7 +134,8 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
     const at::Tensor copy = unit->private_copy(*param);
     const at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
     param->keep_for_holders(); // of a recurrent module, whose `to()` may come
-    wholes[param.get()] = (whole.is_same(copy) ? copy.alias() : whole).set_requires_grad(param->trainable());
+    const at::Tensor shown = whole.is_same(copy) ? copy.alias() : whole;
+    wholes.insert_or_assign(param.get(), Whole{shown.set_requires_grad(param->trainable())});
   }
 }
 
@@ -124,7 +145,8 @@ void SummonedParams::Impl::gather_gradients(const Unit& unit) {
     const at::Tensor gradient = sharded(param->shard()).full_grad();
     if (auto found = wholes.find(param.get()); found != wholes.end() && gradient.defined()) {
       const engine::InternalScope scope;
-      found->second.mutable_grad() = gradient.to(found->second.options().requires_grad(false));
+      const at::Tensor& whole = found->second.tensor;
+      whole.mutable_grad() = gradient.to(whole.options().requires_grad(false));
     }
   }
 }
@@ -133,7 +155,7 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
   for (const auto& slot : slots) {
     Param* param = engine::param_of(slot.tensor);
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
-      slot.replace(found->second);
+      slot.replace(found->second.tensor);
       replaced.push_back({slot, param});
     } else if (const auto* flat = engine::flat_shard_of(slot.tensor); flat != nullptr && shows(*flat)) {
       slot.replace({});
@@ -142,8 +164,10 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
   }
 }
 
-// What lies in the private copy reaches the shard when the unit is resharded.
-void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor& whole) const {
+// What lies in the private copy reaches the shard when the unit is resharded. A graph that has saved the parameter is
+// told of writes as it would be where nothing is sharded: not of those through `data`.
+void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& shown) const {
+  const at::Tensor& whole = shown.tensor;
   FSDP_CHECK(
       whole.sizes() == param.layout().sizes(),
       "[summon_full_params] '{}' has shape {} at the end, and cannot become shards of a parameter of shape {}. Write "
@@ -155,6 +179,9 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const at::Tensor
   const bool shares_memory = whole.is_alias_of(copy);
   if (!shares_memory || whole.strides() != copy.strides()) {
     copy.copy_(shares_memory ? whole.clone() : whole);
+  }
+  if (shown.has_changed()) {
+    param.values_change();
   }
   if (auto gradient = param.shard_gradient(); options.with_grads && gradient.defined() && whole.grad().defined()) {
     gradient.copy_(param.piece_of(whole.grad()));

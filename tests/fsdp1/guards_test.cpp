@@ -59,6 +59,26 @@ TEST_P(Guards, OfOneUnitLeaveThoseBelowFlat) {
   });
 }
 
+TEST_P(Guards, BetweenAForwardAndItsBackwardChangeNothing) {
+  for (const bool use_orig_params : {false, true}) {
+    Trial trial{.make = subjects::mlp, .accumulate = Accumulate::kNoSync, .steps = 2, .flat = fsdp::nn::FlatCut{}};
+    const auto reference = train_unsharded(trial, {GetParam()});
+    on_threads(GetParam(), [&] {
+      train_wrapped(trial, reference, [&](Subject& subject) {
+        const auto model = fsdp::detail::wrap_module(
+            *subject.module, {.auto_wrap_policy = linears(), .use_orig_params = use_orig_params});
+        subject.loss = [model, use_orig_params, module = subject.module, loss = subject.loss](int rank, int step) {
+          const auto result = loss(rank, step);
+          const auto guard = model.summon_full_params({.with_grads = use_orig_params});
+          EXPECT_EQ(module->named_parameters()["0.weight"].sizes(), (std::vector<int64_t>{13, 7}));
+          return result;
+        };
+        return model.unit();
+      });
+    });
+  }
+}
+
 TEST_P(Guards, AreRefusedInABackward) {
   on_threads(GetParam(), [] {
     Wrapped model(two_layers());

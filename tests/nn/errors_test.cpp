@@ -390,16 +390,17 @@ TEST(Errors, AMistakeInALaterParameterLeavesTheModuleAsItWas) {
   });
 }
 
-TEST(Errors, SummonInTheMiddleOfAStep) {
+TEST(Errors, SummonInABackward) {
   expect_error(
       2,
       [] {
         nn::Linear model(4, 4);
         fully_shard(*model);
         auto loss = model->forward(torch::ones({2, 4})).sum();
-        auto guard = summon_full_params(*model);
+        loss.register_hook([&](const at::Tensor&) { auto guard = summon_full_params(*model); });
+        loss.backward();
       },
-      {"[summon_full_params] was called between"});
+      {"[summon_full_params] was called in a backward, which computes with the parameters of '(root)'"});
 }
 
 TEST(Errors, SummonWritesBackFromNobody) {

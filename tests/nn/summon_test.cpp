@@ -5,6 +5,7 @@
 #include "engine/runtime.h"
 #include "engine/unit.h"
 #include "nn/parity.h"
+#include "nn/subjects.h"
 #include "nn/watched.h"
 #include "support/error_message.h"
 
@@ -112,11 +113,109 @@ TEST_P(Summon, AnErrorLeavesEverythingSharded) {
     nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
     auto first = fully_shard(*model[0]), second = fully_shard(*model[1]); // two roots
     auto loss = model[1]->as<nn::Linear>()->forward(torch::ones({2, 4})).sum();
-    EXPECT_THROW(summon_full_params(*model), Error);
+    std::string said;
+    model[1]->as<nn::Linear>()->bias.register_hook(
+        [&](const at::Tensor&) { said = error_message([&] { (void)summon_full_params(*model); }); });
+    loss.backward();
+    EXPECT_TRUE(contains(said, "was called in a backward, which computes with the parameters of")) << said;
     EXPECT_TRUE(is_sharded(model->parameters()[0]));
     EXPECT_EQ(first.unit()->state(), engine::UnitState::kSharded);
     EXPECT_EQ(first.unit()->held, 0);
-    loss.backward();
+  });
+}
+
+void look_at_all(torch::nn::Module& module, const SummonOptions& options) {
+  const auto shards = parameters(module);
+  const auto guard = summon_full_params(module, options);
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const auto shown = module.parameters()[i];
+    EXPECT_TRUE(is_sharded(shown) || torch::equal(piece_of(shards[i], shown), shards[i].detach()));
+  }
+}
+
+// Every forward is followed by a look at all parameters, before its backward.
+Trial looks_between(Trial trial, const SummonOptions& options) {
+  trial.steps = 3;
+  trial.prepare = [options](Subject& subject, FSDPModule&) {
+    subject.loss = [module = subject.module, loss = subject.loss, options](int rank, int step) {
+      auto result = loss(rank, step);
+      look_at_all(*module, options);
+      return result;
+    };
+  };
+  return trial;
+}
+
+TEST_P(Summon, BetweenAForwardAndItsBackwardChangesNothing) {
+  const auto tied = [] { return subjects::tied(); };
+  const MixedPrecisionPolicy bf16{.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  const std::vector<Trial> trials{
+      {.make = subjects::mlp},
+      {.make = tied, .options = {.mp_policy = bf16}},
+      {.make = subjects::mlp, .options = {.reshard_after_forward = false}, .accumulate = Accumulate::kNoSync},
+      {.make = tied, .options = {.mp_policy = bf16, .offload_policy = CPUOffloadPolicy{}}},
+      {.make = tied, .options = {.mp_policy = bf16}, .accumulate = Accumulate::kNoSync},
+      {.make = subjects::mlp, .flat = fsdp::nn::FlatCut{.alignment = 16}},
+  };
+  for (const auto& trial : trials) {
+    expect_parity(looks_between(trial, {}), GetParam());
+    expect_parity(looks_between(trial, {.writeback = false, .rank0_only = true}), GetParam());
+    expect_parity(looks_between(trial, {.offload_to_cpu = true}), GetParam());
+  }
+}
+
+// The guard is between two forwards of one graph.
+TEST_P(Summon, BetweenTwoForwardsChangesNothing) {
+  Trial trial{.make = [] {
+    auto subject = subjects::tied();
+    subject.loss = [module = subject.module, loss = subject.loss](int rank, int step) {
+      const auto first = loss(rank, step);
+      if (is_sharded(module->parameters()[0])) {
+        look_at_all(*module, {});
+      }
+      return first + loss(rank, step + 1);
+    };
+    return subject;
+  }};
+  trial.steps = 3;
+  trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  expect_parity(trial, GetParam());
+}
+
+// As where nothing is sharded: the graph is told of writes, and not of those to `data`.
+TEST_P(Summon, GraphsAreToldOfWritesBetweenAForwardAndItsBackward) {
+  on_threads(GetParam(), [] {
+    for (const bool bf16 : {false, true}) {
+      const auto write = [](const at::Tensor& shown, bool to_data) {
+        const torch::NoGradGuard no_grad;
+        (to_data ? shown.variable_data() : shown).fill_(2);
+      };
+      nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2)), plain(nn::Linear(5, 3), nn::Linear(3, 2));
+      FullyShardOptions options;
+      options.mp_policy.param_dtype = bf16 ? std::optional(torch::kBFloat16) : std::nullopt;
+      auto root = fully_shard(model, options);
+      auto x = torch::ones({2, 5}, torch::requires_grad());
+      auto loss = model->forward(x).sum();
+      {
+        const auto guard = summon_full_params(*model);
+        write(model->parameters()[2], /*to_data=*/true);
+      }
+      loss.backward();
+      EXPECT_TRUE(torch::equal(whole_of(*model, "1.weight"), torch::full({2, 3}, 2.0)));
+      EXPECT_TRUE(torch::equal(model->parameters()[1].grad(), torch::full_like(model->parameters()[1], 8)));
+      loss = model->forward(x).sum();
+      {
+        const auto guard = summon_full_params(*model);
+        write(model->parameters()[2], /*to_data=*/false);
+      }
+      try {
+        loss.backward();
+        ADD_FAILURE() << "the graph was not told";
+      } catch (const c10::Error& error) {
+        EXPECT_TRUE(contains(error.what(), "modified by an inplace operation"));
+      }
+      root.reset_iter_state();
+    }
   });
 }
 

@@ -21,6 +21,7 @@ from fsdp1_subjects import (
     loss_of,
     quietly,
     reference_backward,
+    summoned,
     wholes_of,
     wrapped,
 )
@@ -327,3 +328,37 @@ def test_ranks_without_elements_of_what_is_trained_go_along(make, trained):
     model, reference = quietly(FSDP, seeded(build), use_orig_params=True), seeded(build)
     optimizers = [make(each.parameters(), lr=0.1) for each in (model, reference)]
     check_training(model, reference, is_exact(), steps=4, optimizers=optimizers)
+
+
+@on_ranks(1, 2, 3)
+def test_whole_parameters_between_a_forward_and_its_backward():
+    for strategy in STRATEGIES:
+        model, reference = wrapped(seeded(blocks), FSDP, sharding_strategy=strategy), seeded(blocks)
+
+        def looked_at(each, batch, values=reference):
+            loss = loss_of(each, batch)
+            if each is not values:
+                with summoned(each), torch.no_grad():
+                    for (name, whole), other in zip(each.named_parameters(), values.parameters(), strict=True):
+                        torch.testing.assert_close(whole, other, msg=lambda m, name=name: f"{name}: {m}")
+                model.state_dict()
+            return loss
+
+        check_training(model, reference, exact=is_exact(), loss_of=looked_at)
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_is_written_between_a_forward_and_its_backward():
+    model = wrapped(seeded(blocks), FSDP)
+    loss = loss_of(model, mine(rows(0, 5)))
+    with summoned(model):
+        model[0].weight.data.mul_(2)  # as in PyTorch: nobody is told
+    loss.backward()
+    with summoned(model):
+        assert torch.equal(model[2].weight, seeded(blocks)[2].weight)
+        assert torch.equal(model[0].weight, seeded(blocks)[0].weight * 2)
+    loss = loss_of(model, mine(rows(0, 5)))
+    with summoned(model), torch.no_grad():
+        model[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

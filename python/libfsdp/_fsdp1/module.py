@@ -119,6 +119,7 @@ class FullyShardedDataParallel(nn.Module):
             sync_module_states,
         )
         state = make_unit(module, self._ignored, options, self.compute_device, self._use_orig_params)
+        _C.show_waiting_gradients(state.unit)
         _C.set_keep_gradient_dtype(state.unit, self.mixed_precision.keep_low_precision_grads)
         self._fsdp_wrapped_module = module
         self.__dict__["_fsdp_state"] = state

@@ -62,7 +62,7 @@ def _summon_own(
 
 
 def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:
-    """To this rank's parts without elements, which never have gradients, where other ranks are about to gather theirs."""
+    """To this rank's parts without elements, where other ranks are about to gather gradients of theirs."""
     parts = list(dict.fromkeys(sharded.parameter for _, _, _, sharded in own_params(instance)))
     there = torch.tensor([part.grad is not None for part in parts], dtype=torch.uint8, device=instance.compute_device)
     if instance.world_size > 1:

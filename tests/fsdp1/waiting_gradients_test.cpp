@@ -1,0 +1,256 @@
+// In no_sync gradients wait, whole, for the backward that reduces them: users see them and may drop them.
+
+#include "engine/unit.h"
+#include "fsdp1/train.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+using Wrapped = FullyShardedDataParallel<nn::Sequential>;
+
+nn::Sequential layers() {
+  nn::Sequential layers(nn::Linear(5, 3), nn::Linear(3, 2));
+  const torch::NoGradGuard no_grad;
+  for (const auto& parameter : layers->parameters()) {
+    parameter.copy_(torch::arange(1, parameter.numel() + 1).view(parameter.sizes()) / 8);
+  }
+  return layers;
+}
+
+at::Tensor batch(int rank, int number) {
+  return torch::full({2, 5}, static_cast<double>(1 + rank + 2 * number) / 4);
+}
+
+/// A model, and what gradients would be where nothing is sharded; sums of few small numbers, which are exact.
+class Waiting {
+ public:
+  explicit Waiting(FSDPOptions options) : model(layers(), std::move(options)) {}
+
+  void backward(int number) {
+    model(batch(rank(), number)).sum().backward();
+  }
+  void backward_in_no_sync(int number) {
+    const auto guard = model.no_sync();
+    backward(number);
+  }
+  std::vector<at::Tensor> shown() const {
+    std::vector<at::Tensor> gradients;
+    for (const auto& parameter : model->parameters()) {
+      gradients.push_back(parameter.grad());
+    }
+    return gradients;
+  }
+  /// Whole, of what was reduced.
+  std::vector<at::Tensor> reduced() const {
+    std::vector<at::Tensor> gradients;
+    for (const auto& parameter : model->parameters()) {
+      gradients.push_back(sharded(parameter).full_grad());
+    }
+    return gradients;
+  }
+
+  Wrapped model;
+};
+
+/// Of one rank, added up over these batches.
+std::vector<at::Tensor> gradients_of_rank(int rank, const std::vector<int>& numbers) {
+  auto plain = layers();
+  for (const int number : numbers) {
+    plain->forward(batch(rank, number)).sum().backward();
+  }
+  std::vector<at::Tensor> gradients;
+  for (const auto& parameter : plain->parameters()) {
+    gradients.push_back(parameter.grad());
+  }
+  return gradients;
+}
+
+/// Of all ranks, as they are reduced.
+std::vector<at::Tensor> means(const std::vector<int>& numbers) {
+  std::vector<at::Tensor> sums;
+  for (int rank = 0; rank < world_size(); ++rank) {
+    const auto gradients = gradients_of_rank(rank, numbers);
+    sums.resize(gradients.size());
+    for (size_t i = 0; i < sums.size(); ++i) {
+      sums[i] = plus(sums[i], gradients[i]);
+    }
+  }
+  for (auto& sum : sums) {
+    sum = sum.defined() ? sum / world_size() : sum;
+  }
+  return sums;
+}
+
+/// As one flat parameter; zero where there is none.
+at::Tensor flat(const std::vector<at::Tensor>& gradients) {
+  const auto parameters = layers()->parameters();
+  std::vector<at::Tensor> parts;
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    parts.push_back((gradients[i].defined() ? gradients[i] : torch::zeros_like(parameters[i]).detach()).flatten());
+  }
+  return torch::cat(parts);
+}
+
+void expect_gradients(const std::vector<at::Tensor>& got, const std::vector<at::Tensor>& wanted, bool original) {
+  if (!original) {
+    ASSERT_EQ(got.size(), 1);
+    const at::Tensor expected = flat(wanted);
+    ASSERT_TRUE(got[0].defined());
+    EXPECT_TRUE(torch::allclose(got[0].narrow(0, 0, expected.numel()), expected, 1e-6));
+    return;
+  }
+  ASSERT_EQ(got.size(), wanted.size());
+  for (size_t i = 0; i < got.size(); ++i) {
+    ASSERT_EQ(got[i].defined(), wanted[i].defined());
+    EXPECT_TRUE(!got[i].defined() || torch::allclose(got[i], wanted[i], 1e-6)) << got[i] << wanted[i];
+  }
+}
+
+struct Kind {
+  ShardingStrategy strategy;
+  bool original;
+};
+
+class WaitingGradients : public ::testing::TestWithParam<std::tuple<Kind, int>> {
+ protected:
+  void run(const std::function<void(Waiting&, bool original)>& body, FSDPOptions options = {}) {
+    const auto [kind, ranks] = GetParam();
+    options.sharding_strategy = kind.strategy;
+    options.use_orig_params = kind.original;
+    on_threads(ranks, [&, original = kind.original] {
+      Waiting waiting(options);
+      body(waiting, original);
+    });
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Kinds,
+    WaitingGradients,
+    ::testing::Combine(
+        ::testing::Values(
+            Kind{ShardingStrategy::kFullShard, true},
+            Kind{ShardingStrategy::kShardGradOp, false},
+            Kind{ShardingStrategy::kFullShard, false},
+            Kind{ShardingStrategy::kNoShard, true}),
+        ::testing::Values(1, 2, 3, 4)));
+
+TEST_P(WaitingGradients, AreShownWholeAndOfThisRankAlone) {
+  run([](Waiting& waiting, bool original) {
+    for (const auto& numbers : {std::vector{0}, std::vector{0, 1}}) {
+      waiting.backward_in_no_sync(numbers.back());
+      expect_gradients(waiting.shown(), gradients_of_rank(rank(), numbers), original);
+    }
+    for (const auto& gradient : waiting.shown()) {
+      EXPECT_TRUE(original || gradient.numel() == flat({4, at::Tensor()}).numel()); // no padding
+    }
+  });
+}
+
+TEST_P(WaitingGradients, MixWithReducedOnesInAnyOrder) {
+  run([](Waiting& waiting, bool original) {
+    waiting.backward(0);
+    waiting.backward_in_no_sync(1);
+    expect_gradients(waiting.shown(), gradients_of_rank(rank(), {1}), original);
+    expect_gradients(waiting.reduced(), means({0}), original);
+    waiting.backward_in_no_sync(2);
+    waiting.backward(3);
+    expect_gradients(waiting.reduced(), means({0, 1, 2, 3}), original);
+    waiting.backward(4);
+    expect_gradients(waiting.reduced(), means({0, 1, 2, 3, 4}), original);
+  });
+}
+
+TEST_P(WaitingGradients, AreDroppedByZeroGrad) {
+  run([](Waiting& waiting, bool original) {
+    for (const bool set_to_none : {true, false}) {
+      waiting.backward(0);
+      waiting.backward_in_no_sync(1);
+      waiting.model->zero_grad(set_to_none);
+      waiting.backward(2);
+      expect_gradients(waiting.reduced(), set_to_none ? means({2}) : means({0, 2}), original);
+      waiting.model->zero_grad();
+    }
+  });
+}
+
+TEST_P(WaitingGradients, AreWhatUsersMakeOfThem) {
+  run([](Waiting& waiting, bool original) {
+    waiting.backward_in_no_sync(1);
+    for (const auto& parameter : waiting.model->parameters()) {
+      if (parameter.grad().defined()) {
+        parameter.grad().mul_(2);
+        parameter.mutable_grad() = parameter.grad() * 2;
+      }
+    }
+    waiting.backward(0);
+    expect_gradients(waiting.reduced(), means({0, 1, 1, 1, 1}), original);
+  });
+}
+
+TEST_P(WaitingGradients, OfOtherSizesAreRefused) {
+  run([](Waiting& waiting, bool) {
+    waiting.backward_in_no_sync(1);
+    waiting.model->parameters()[0].mutable_grad() = torch::ones({99});
+    EXPECT_TRUE(
+        contains(error_message([&] { waiting.backward(0); }), "was replaced by one of sizes [99] while it was"));
+    waiting.model.unit().reset_iter_state();
+    waiting.model->zero_grad();
+    waiting.backward(0);
+  });
+}
+
+TEST_P(WaitingGradients, GoWithWhatWasBegun) {
+  run([](Waiting& waiting, bool original) {
+    waiting.backward_in_no_sync(1);
+    waiting.model.unit().reset_iter_state();
+    for (const auto& gradient : waiting.shown()) {
+      EXPECT_FALSE(gradient.defined());
+    }
+    waiting.backward(0);
+    expect_gradients(waiting.reduced(), means({0}), original);
+  });
+}
+
+TEST_P(WaitingGradients, AreOfTheDtypeInWhichTheyAreReduced) {
+  const MixedPrecision bf16{.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+  run(
+      [](Waiting& waiting, bool) {
+        waiting.backward_in_no_sync(1);
+        EXPECT_EQ(waiting.shown()[0].scalar_type(), torch::kFloat);
+        waiting.backward_in_no_sync(2);
+        waiting.backward(0);
+        EXPECT_EQ(waiting.shown()[0].scalar_type(), torch::kFloat);
+      },
+      {.mixed_precision = bf16});
+}
+
+TEST_P(WaitingGradients, OfUnitsThatTheNextBackwardDoesNotReachAreReducedToo) {
+  run(
+      [](Waiting& waiting, bool) {
+        waiting.backward_in_no_sync(1);
+        waiting.model[1]->as<nn::Linear>()->forward(torch::ones({2, 3})).sum().backward();
+        const auto first_weight = waiting.reduced()[0].flatten().narrow(0, 0, 15);
+        EXPECT_TRUE(torch::allclose(first_weight, means({1})[0].flatten(), 1e-6));
+      },
+      {.auto_wrap_policy = ModuleWrapPolicy::of<nn::Linear>()});
+}
+
+TEST(WaitingGradientsOfFullyShard, AreNotShown) {
+  on_threads(2, [] {
+    auto model = layers();
+    auto unit = fully_shard(model);
+    unit.set_requires_gradient_sync(false);
+    model->forward(batch(rank(), 0)).sum().backward();
+    EXPECT_FALSE(model->parameters()[0].grad().defined());
+    unit.set_requires_gradient_sync(true);
+    model->forward(batch(rank(), 1)).sum().backward();
+    EXPECT_TRUE(torch::allclose(sharded(model->parameters()[0]).full_grad(), means({0, 1})[0], 1e-6));
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
