@@ -74,6 +74,7 @@ def by_names(
     wanted: bool,
     offload_to_cpu: bool = True,
 ) -> StateDict:
+    _heed_replaced(model)
     originals, keys = originals_of(model), keys_of(model, optim, optim_input, is_by_name(given))
     _check_belong(keys, originals)
     states: dict[str, State] = {}
@@ -107,6 +108,7 @@ def by_keys(
     from_first_rank: bool = False,
     group: Group = None,
 ) -> StateDict:
+    _heed_replaced(model)
     originals, keys = originals_of(model), keys_of(model, optim, optim_input, by_name)
     wrapper_of = {part: wrapper for wrapper, own in _by_wrapper(model, originals).items() for part in own.values()}
     if from_first_rank:
@@ -141,6 +143,12 @@ def by_keys(
             given["param_groups"], lambda listed: sorted({numbers[name] for name in listed})
         )
     return result
+
+
+def _heed_replaced(model: nn.Module) -> None:
+    for wrapper in instances_below(model):
+        if not wrapper._summoned:
+            wrapper._fsdp_state.heed()
 
 
 def _by_wrapper(
