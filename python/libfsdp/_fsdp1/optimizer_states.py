@@ -110,9 +110,9 @@ def _merged(name: str, outlines: Sequence[Outline]) -> State:
     if len(present) < len(counted):
         ranks = [rank for rank, each in enumerate(outlines) if each.has_elements and not each.entries]
         raise RuntimeError(
-            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer: there is "
-            f"a state of '{name}', but ranks {ranks} of its process group have none of their parts of it. Give the "
-            "optimizers of all ranks the same parameters"
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
+            f"ranks are missing some of those states: there is one of '{name}', but ranks {ranks} of its process group have "
+            "none of their parts of it. Give the optimizers of all ranks the same parameters"
         )
     if not all(each.fits for each in counted):
         raise ValueError(
