@@ -128,8 +128,11 @@ std::vector<at::Tensor> full_tensors(
   std::vector<at::Tensor> wholes;
   std::vector<engine::PieceOf> together;
   const auto travel = [&] {
-    const std::string name = together.empty() ? "" : together.front().param->name();
-    const auto arrived = engine::put_together(together, device, {"full_tensors", name});
+    if (together.empty()) {
+      return;
+    }
+    const Label label = together.front().param->unit().label("full_tensors");
+    const auto arrived = engine::put_together(together, device, label);
     wholes.insert(wholes.end(), arrived.begin(), arrived.end());
     together.clear();
   };

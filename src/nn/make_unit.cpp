@@ -9,6 +9,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
+#include "base/log.h"
 #include "engine/agreement.h"
 #include "engine/internal_scope.h"
 #include "engine/recorded_storage.h"
@@ -72,8 +73,19 @@ std::string text_of(const ReshardAfterForward& policy) {
   return policy.ranks() ? std::to_string(*policy.ranks()) : !reshard ? "unset" : *reshard ? "true" : "false";
 }
 
+// Each rank may ignore modules of its own, whose numbers others do without.
+void warn_of_other_names(const Group& group, const std::string& mine, const engine::OtherText& other) {
+  log::warn(
+      "[FullyShardedDataParallel] rank {} and rank {} have other names for the parameters of a flat one:\n{}against\n{}They "
+      "are trained as one in this order. Build the same model on every rank, unless the ranks ignore different modules",
+      group.rank(),
+      other.rank,
+      mine,
+      other.text);
+}
+
 // Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters. Values
-// that differ are no error: a checkpoint may come next.
+// that differ are no error: a checkpoint may come next. Nor are the names in flat parameters, as in PyTorch.
 void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
   std::ostringstream mine;
@@ -81,13 +93,15 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
        << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
        << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded")
        << (syncs_values ? ", sync_module_states" : "") << "\n";
+  std::ostringstream names;
   for (const auto& param : spec.params) {
-    mine << param.name << " " << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension "
-         << param.placement.dim << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
+    (spec.flat ? names : mine) << param.name << (spec.flat ? "\n" : " ");
+    mine << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension " << param.placement.dim
+         << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
   }
   const std::string values = syncs_values ? "" : digests_of_values(spec.params);
   const Label label{"fully_shard", spec.name};
-  const auto others = engine::find_other_texts(group, {mine.str(), values}, label);
+  const auto others = engine::find_other_texts(group, {mine.str(), values, names.str()}, label);
   const auto& other = others[0];
   FSDP_CHECK(
       !other,
@@ -99,6 +113,9 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
       other->text);
   if (others[1]) {
     warn_of_other_values(group, spec.params, values, *others[1]);
+  }
+  if (others[2]) {
+    warn_of_other_names(group, names.str(), *others[2]);
   }
   if (spec.mesh.ndim() == 2 && !syncs_values) {
     Group& replicas = *spec.mesh.group(0);

@@ -278,9 +278,28 @@ def test_states_without_tensors():
         with pytest.warns(UserWarning, match="Found a optim state, mine, that FSDP cannot process"):
             whole = saved(model, optimizer, optim_state_dict=state)
         loaded = type(model).optim_state_dict_to_load(model, optimizer, whole)
-        results.append((whole["state"].keys(), whole["state"]["0.bias"], loaded["state"]))
+        empty = {number for number, part in enumerate(model.parameters()) if part.numel() == 0}
+        of_elements = {key: value for key, value in loaded["state"].items() if key not in empty}
+        results.append((whole["state"].keys(), whole["state"]["0.bias"], of_elements))
         assert set(whole["state"]) == {*names, "mine"}
     assert results[0] == results[1]
+
+
+@on_ranks(2, comm=("shm",))
+def test_states_of_parts_without_elements_come_back():
+    model = wrapped(seeded(blocks), FSDP)
+    optimizer = ADAM(model.parameters())
+    train(model, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    assert any(part.numel() == 0 and part in optimizer.state for part in model.parameters())
+    for kind in (FULL, SHARDED):
+        with of_type(model, kind):
+            state = type(model).optim_state_dict(model, optimizer)
+            type(model).optim_state_dict_to_load(model, optimizer, state, load_directly=True)
+        assert optimizer.state_dict()["state"].keys() == before.keys()
+        for number, entries in before.items():
+            for name, value in entries.items():
+                assert torch.equal(optimizer.state_dict()["state"][number][name], value), (number, name)
 
 
 @on_ranks(2, comm=("shm",))

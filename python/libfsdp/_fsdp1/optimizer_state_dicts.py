@@ -74,6 +74,7 @@ def by_names(
     wanted: bool,
     offload_to_cpu: bool = True,
 ) -> StateDict:
+    _heed_replaced(model)
     originals, keys = originals_of(model), keys_of(model, optim, optim_input, is_by_name(given))
     _check_belong(keys, originals)
     states: dict[str, State] = {}
@@ -107,6 +108,7 @@ def by_keys(
     from_first_rank: bool = False,
     group: Group = None,
 ) -> StateDict:
+    _heed_replaced(model)
     originals, keys = originals_of(model), keys_of(model, optim, optim_input, by_name)
     wrapper_of = {part: wrapper for wrapper, own in _by_wrapper(model, originals).items() for part in own.values()}
     if from_first_rank:
@@ -124,10 +126,7 @@ def by_keys(
             parts[name] = (
                 _copied(state, False) if sharded is None else part_of_state(sharded, name, state, wrapper_of[sharded])
             )
-        mine = _joined(originals[param], parts)
-        if not mine and by_name and optim is not None:
-            mine = copy.deepcopy(optim.state.get(param, {}))  # such an optimizer has states of empty parts too
-        if mine:
+        if mine := _joined(originals[param], parts):
             states[keys[param]] = mine
     known = {name for own in originals.values() for name in own}
     for key, state in given["state"].items():
@@ -141,6 +140,12 @@ def by_keys(
             given["param_groups"], lambda listed: sorted({numbers[name] for name in listed})
         )
     return result
+
+
+def _heed_replaced(model: nn.Module) -> None:
+    for wrapper in instances_below(model):
+        if not wrapper._summoned:
+            wrapper._fsdp_state.heed()
 
 
 def _by_wrapper(
@@ -166,12 +171,11 @@ def _split(originals: Originals, state: State) -> dict[str, State]:
 
 
 def _joined(originals: Originals, parts: dict[str, State]) -> State:
-    """What an optimizer has of a parameter: nothing, if this rank has no element of it; of a flat one it has."""
+    """What an optimizer has of a parameter, which may be flat."""
     flat = _flat_behind(originals)
     if flat is not None:
         return join(flat, originals, parts)
-    ((name, sharded),) = originals.items()
-    return {} if sharded is not None and sharded.piece.numel() == 0 else parts[name]
+    return next(iter(parts.values()))
 
 
 def _copied(state: State, offload_to_cpu: bool) -> State:

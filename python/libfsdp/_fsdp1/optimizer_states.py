@@ -1,6 +1,7 @@
 """What an optimizer has of a wrapper's parameters: states of parts, put together, and cut into parts again."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,10 +54,10 @@ def whole_states(
     offload_to_cpu: bool,
 ) -> dict[str, State]:
     """Of a wrapper's parameters by name, whole or in rows. Collective: once for each kind of state."""
-    outlines = {name: Outline.of(sharded, states.get(name, {})) for name, sharded in own.items()}
+    outlines = [Outline.of(sharded, states.get(name, {})) for name, sharded in own.items()]
     is_cut = wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
     of_ranks = _exchanged(outlines, wrapper.process_group) if is_cut else [outlines]
-    merged = {name: _merged(name, [each[name] for each in of_ranks]) for name in own}
+    merged = {name: _merged(name, each) for name, each in zip(own, zip(*of_ranks, strict=True), strict=True)}
     in_rows = in_rows and is_cut
     device = torch.device("cpu") if offload_to_cpu and not in_rows else wrapper.compute_device
     for kind in dict.fromkeys(kind for state in merged.values() for kind in state):
@@ -93,13 +94,14 @@ def _piece(sharded: Sharded, state: State, kind: str, cut: Cut) -> torch.Tensor:
     return state[kind] if kind in state else torch.zeros_like(sharded.piece, dtype=cut.dtype)
 
 
-def _exchanged(outlines: dict[str, Outline], group: dist.ProcessGroup) -> list[dict[str, Outline]]:
+def _exchanged(outlines: list[Outline], group: dist.ProcessGroup) -> list[list[Outline]]:
+    """By their order: ranks may ignore different modules, whose numbers others do without."""
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, outlines, group)
     return of_ranks
 
 
-def _merged(name: str, outlines: list[Outline]) -> State:
+def _merged(name: str, outlines: Sequence[Outline]) -> State:
     """What ranks without elements of a parameter say of it does not count: nobody updates it there."""
     counted = [each for each in outlines if each.has_elements] or outlines
     present = [each.entries for each in counted if each.entries]
@@ -108,9 +110,9 @@ def _merged(name: str, outlines: list[Outline]) -> State:
     if len(present) < len(counted):
         ranks = [rank for rank, each in enumerate(outlines) if each.has_elements and not each.entries]
         raise RuntimeError(
-            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer: there is "
-            f"a state of '{name}', but ranks {ranks} of its process group have none of their parts of it. Give the "
-            "optimizers of all ranks the same parameters"
+            "FSDP currently requires each rank to have at least the optimizer states needed by rank 0's optimizer but some "
+            f"ranks are missing some of those states: there is one of '{name}', but ranks {ranks} of its process group have "
+            "none of their parts of it. Give the optimizers of all ranks the same parameters"
         )
     if not all(each.fits for each in counted):
         raise ValueError(

@@ -22,6 +22,11 @@ class WrapperState(FSDPState):
         super().__init__(unit, {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}, [place])
         self.calls = calls
 
+    def heed(self) -> None:
+        """Takes over what users have put in the places of parameters since the last call. Collective where they have."""
+        if not self.intact():
+            self.follow()
+
     @property
     def is_root(self) -> bool:
         return _C.is_root(self.unit)

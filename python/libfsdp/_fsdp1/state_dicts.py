@@ -24,6 +24,8 @@ from .state_dict_types import settings_in_use
 def own_names(wrapper: nn.Module) -> Iterator[None]:
     """Parameters that are hidden are registered under their own names, so that these are saved in their order."""
     state = wrapper._fsdp_state
+    if not wrapper._summoned:
+        state.heed()
     if not isinstance(state, FlatState) or wrapper._summoned or _is_local(wrapper):
         yield
         return
@@ -81,6 +83,8 @@ def _wholes(wrapper: nn.Module, on_host: bool) -> dict[PlainSharded | Part, torc
 def _take_parts(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
     """Of whole values, or of rows, what this rank has of the parameters. Collective for rows."""
     settings = settings_in_use(wrapper)
+    if not wrapper._summoned:
+        wrapper._fsdp_state.heed()
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[prefix + FSDP_PREFIX + key.removeprefix(prefix)] = state_dict.pop(key)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:

@@ -43,6 +43,7 @@ def _summon_own(
     instance: "FullyShardedDataParallel", writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
 ) -> Iterator[None]:
     state = instance._fsdp_state
+    state.heed()
     writeback = writeback or (instance.sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
     writeback = writeback and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
