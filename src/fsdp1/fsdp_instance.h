@@ -1,9 +1,7 @@
 #pragma once
 
-#include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include <fsdp/fully_sharded_data_parallel.h>
@@ -30,7 +28,6 @@ struct FSDPInstance::Impl final : engine::Unit::Companion {
   bool has_comm_hook = false;
   bool full_precision_in_eval = false;
   std::optional<bool> in_full_precision = std::nullopt; ///< of the root; unset before the first call
-  std::map<std::string, c10::ScalarType> lowered_buffers = {}; ///< by name, what they were; of the root
   StateDictSettings state_dict_settings = {};
 
   /// An Error of this operation's if the model is gone.

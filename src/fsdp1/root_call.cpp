@@ -1,10 +1,8 @@
 #include "fsdp1/root_call.h"
 
-#include <algorithm>
 #include <memory>
 #include <optional>
-#include <string>
-#include <utility>
+#include <unordered_set>
 #include <vector>
 
 #include <torch/nn/module.h>
@@ -12,7 +10,7 @@
 #include <fsdp/front_end.h>
 
 #include "base/check.h"
-#include "engine/internal_scope.h"
+#include "nn/lowered_buffers.h"
 #include "nn/registry.h"
 
 namespace fsdp::root_call {
@@ -32,54 +30,46 @@ void check_homogeneous(const std::vector<std::shared_ptr<Impl>>& all, const char
   }
 }
 
-void set_dtype(at::Tensor buffer, c10::ScalarType dtype) {
-  const engine::InternalScope scope;
-  buffer.set_data(buffer.to(dtype));
-}
-
-/// Which dtypes the units' policies give to the buffers below a module.
+/// Which dtypes the units' policies give to the buffers below a module: each the nearest one's, once.
 class BufferDtypes {
  public:
-  explicit BufferDtypes(Impl& root) : root_(root) {
-    for (const auto& each : root.options.ignored_modules) {
-      ignored_.push_back(&each.for_operation("forward"));
+  explicit BufferDtypes(torch::nn::Module& root) {
+    for (const auto& instance : instances::below(root)) {
+      for (const auto& ignored : instance->options.ignored_modules) {
+        seen_.insert(&ignored.for_operation("forward"));
+      }
     }
   }
 
-  void lower(torch::nn::Module& module, const std::string& path, std::optional<c10::ScalarType> dtype) {
-    if (std::find(ignored_.begin(), ignored_.end(), &module) != ignored_.end()) {
+  void lower(torch::nn::Module& module, std::optional<c10::ScalarType> dtype) {
+    if (!seen_.insert(&module).second) {
       return;
     }
     const auto unit = nn::registry::find(module);
     if (const auto instance = unit ? instances::find(unit) : nullptr) {
       dtype = instance->options.mixed_precision.buffer_dtype;
     }
-    for (const auto& item : module.named_buffers(/*recurse=*/false)) {
-      const at::Tensor& buffer = item.value();
-      if (dtype && buffer.defined() && buffer.is_floating_point() && buffer.scalar_type() != *dtype) {
-        root_.lowered_buffers.emplace(path + item.key(), buffer.scalar_type());
-        set_dtype(buffer, *dtype);
-      }
+    for (const auto& child : module.children()) {
+      lower(*child, dtype);
     }
-    for (const auto& item : module.named_children()) {
-      lower(*item.value(), path + item.key() + ".", dtype);
+    for (const auto& buffer : module.buffers(/*recurse=*/false)) {
+      if (seen_.insert(buffer.unsafeGetTensorImpl()).second && dtype && buffer.is_floating_point()) {
+        nn::lowered_buffers::lower(buffer, *dtype);
+      }
     }
   }
 
  private:
-  Impl& root_;
-  std::vector<const torch::nn::Module*> ignored_;
+  std::unordered_set<const void*> seen_;
 };
 
-void lower_buffers(Impl& root, torch::nn::Module& module) {
-  BufferDtypes(root).lower(module, "", std::nullopt);
+void lower_buffers(torch::nn::Module& root) {
+  BufferDtypes(root).lower(root, std::nullopt);
 }
 
-void restore_buffers(Impl& root, torch::nn::Module& module) {
-  for (const auto& item : module.named_buffers()) {
-    if (const auto found = root.lowered_buffers.find(item.key()); found != root.lowered_buffers.end()) {
-      set_dtype(item.value(), found->second);
-    }
+void restore_buffers(const torch::nn::Module& root) {
+  for (const auto& buffer : root.buffers()) {
+    nn::lowered_buffers::restore(buffer);
   }
 }
 
@@ -94,7 +84,7 @@ void follow_training(Impl& root) {
     const auto& precision = instance->options.mixed_precision;
     compute_in(FSDPModule(instance->unit("forward")), in_full ? std::nullopt : precision.param_dtype);
   }
-  in_full ? restore_buffers(root, module) : lower_buffers(root, module);
+  in_full ? restore_buffers(module) : lower_buffers(module);
   root.in_full_precision = in_full;
 }
 

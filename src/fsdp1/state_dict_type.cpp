@@ -14,10 +14,13 @@
 #include "base/log.h"
 #include "fsdp1/fsdp_instance.h"
 #include "nn/slots.h"
+#include "state/comparison.h"
 
 namespace fsdp {
 
 namespace {
+
+using state::NamedTensor;
 
 using Instances = std::vector<std::shared_ptr<FSDPInstance::Impl>>;
 
@@ -97,13 +100,8 @@ StateDictSettings effective_settings(torch::nn::Module& module) {
   return default_settings(StateDictType::kFullStateDict);
 }
 
-struct Registered {
-  std::string name{};
-  at::Tensor tensor{};
-};
-
 /// What each module has itself, flat parameters in the places of what lies in them.
-std::vector<Registered> registered_tensors(torch::nn::Module& module, const char* operation) {
+std::vector<NamedTensor> registered_tensors(torch::nn::Module& module, const char* operation) {
   for (const auto& instance : instances::below(module)) {
     FSDP_CHECK(
         !instance->options.use_orig_params,
@@ -112,48 +110,34 @@ std::vector<Registered> registered_tensors(torch::nn::Module& module, const char
         operation);
   }
   nn::settle_replaced_shards(module);
-  std::vector<Registered> all;
+  std::vector<NamedTensor> all;
   for (const auto& [path, each] : nn::modules_of(module)) {
-    for (const auto& tensors : {nn::registered_parameters(*each), each->named_buffers(/*recurse=*/false)}) {
+    const auto add = [&all, prefix = path.empty() ? "" : path + "."](const auto& tensors, bool are_buffers) {
       for (const auto& item : tensors) {
         if (item.value().defined()) {
-          all.push_back({path.empty() ? item.key() : path + "." + item.key(), item.value()});
+          all.push_back({.name = prefix + item.key(), .tensor = item.value(), .is_buffer = are_buffers});
         }
       }
-    }
+    };
+    add(nn::registered_parameters(*each), /*are_buffers=*/false);
+    add(each->named_buffers(/*recurse=*/false), /*are_buffers=*/true);
   }
   return all;
 }
 
 StateDict local_state_dict(torch::nn::Module& module, const LocalStateDictConfig& config) {
   StateDict state;
-  for (const auto& [name, tensor] : registered_tensors(module, "state_dict")) {
-    state.insert(name, config.offload_to_cpu ? tensor.detach().cpu().clone() : tensor.detach());
+  for (const auto& each : registered_tensors(module, "state_dict")) {
+    const at::Tensor value = each.tensor.detach().to(each.saved_dtype());
+    state.insert(each.name, config.offload_to_cpu ? value.cpu().clone() : value);
   }
   return state;
 }
 
-void add_complaint(const Registered& here, const at::Tensor* there, bool strict, std::vector<std::string>& lines) {
-  if (there == nullptr && strict) {
-    lines.push_back(phrase("missing: {}", here.name));
-  } else if (there != nullptr && there->sizes() != here.tensor.sizes()) {
-    lines.push_back(phrase("'{}' has sizes {} here and {} there", here.name, here.tensor.sizes(), there->sizes()));
-  }
-}
-
 IncompatibleKeys load_local(torch::nn::Module& module, const StateDict& state, bool strict) {
   const auto all = registered_tensors(module, "load_state_dict");
-  IncompatibleKeys keys{.missing = {}, .unexpected = state.keys()};
-  std::vector<std::string> lines;
-  for (const auto& here : all) {
-    add_complaint(here, state.find(here.name), strict, lines);
-    if (std::erase(keys.unexpected, here.name) == 0) {
-      keys.missing.push_back(here.name);
-    }
-  }
-  if (strict && !keys.unexpected.empty()) {
-    lines.push_back("unexpected: " + join(keys.unexpected));
-  }
+  IncompatibleKeys keys = state::compare(all, state);
+  const auto lines = state::complaints(all, state, keys, strict);
   FSDP_CHECK(
       lines.empty(),
       "[load_state_dict] the flat parameters are another model's, or of another number of ranks, and none was "

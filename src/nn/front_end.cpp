@@ -5,6 +5,8 @@
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
 
+#include <fsdp/held.h>
+
 #include "base/caller.h"
 #include "base/check.h"
 #include "engine/bucket.h"
@@ -113,14 +115,8 @@ void follow_requires_grad(const at::Tensor& tensor) {
 static engine::PieceOf piece_behind(const at::Tensor& tensor, const std::optional<at::Tensor>& local) {
   const auto& param = param_behind(tensor, "full_tensors");
   param.unit().before_shard_read();
-  const engine::PieceOf piece{&param, local ? local->detach() : param.shard().detach()};
-  FSDP_CHECK(
-      piece.local.sizes() == param.shard().sizes(),
-      "[full_tensors] what this rank has of '{}' has sizes {}, so a tensor of sizes {} is not cut alike",
-      param.name(),
-      param.shard().sizes(),
-      piece.local.sizes());
-  return piece;
+  const HeldTensor own = held(param.shard());
+  return {&param, (local ? like(own, *local) : own).local.detach()};
 }
 
 std::vector<at::Tensor> full_tensors(

@@ -9,6 +9,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/hidden_parameters.h"
+#include "nn/lowered_buffers.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -27,6 +28,10 @@ void check_not_summoned(const torch::nn::Module& module, const char* operation) 
 }
 
 } // namespace
+
+c10::ScalarType NamedTensor::saved_dtype() const {
+  return is_buffer ? nn::lowered_buffers::saved_dtype(tensor) : tensor.scalar_type();
+}
 
 engine::FlatShard* NamedTensor::flat() const {
   return param != nullptr ? param->bucket().flat_shard() : nullptr;
@@ -89,6 +94,9 @@ bool is_first_rank(const std::vector<NamedTensor>& tensors) {
 HeldTensor held(const NamedTensor& tensor, bool first_rank) {
   HeldTensor held = fsdp::held(tensor.leaf());
   held.name = tensor.name;
+  if (tensor.is_buffer) {
+    held.local = held.local.to(tensor.saved_dtype());
+  }
   held.first_replica = held.mesh ? held.first_replica : first_rank;
   return held;
 }

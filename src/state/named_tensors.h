@@ -27,6 +27,8 @@ struct NamedTensor {
   const at::Tensor& leaf() const {
     return param != nullptr ? param->shard() : tensor;
   }
+  /// In which a state dict has it: a buffer's is not the one that it was lowered to.
+  c10::ScalarType saved_dtype() const;
   /// Null unless the leaf is shown as a part of a flat parameter.
   engine::FlatShard* flat() const;
   /// What optimizers are given: the leaf, or the flat parameter.

@@ -16,6 +16,7 @@
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
+#include "state/comparison.h"
 #include "state/first_rank.h"
 #include "state/named_tensors.h"
 
@@ -41,33 +42,12 @@ void put_together(Unit& unit, const FullStateDictOptions& options, bool wanted, 
   }
 }
 
-at::Tensor copy_of(const at::Tensor& tensor, const FullStateDictOptions& options) {
-  return tensor.detach().to(
-      options.offload_to_cpu ? c10::Device(c10::kCPU) : tensor.device(),
-      tensor.scalar_type(),
+at::Tensor copy_of(const NamedTensor& entry, const FullStateDictOptions& options) {
+  return entry.tensor.detach().to(
+      options.offload_to_cpu ? c10::Device(c10::kCPU) : entry.tensor.device(),
+      entry.saved_dtype(),
       /*non_blocking=*/false,
       /*copy=*/true);
-}
-
-// Empty if all can be loaded.
-template <typename Values>
-std::vector<std::string> complaints(
-    const std::vector<NamedTensor>& entries, const Values& state, const IncompatibleKeys& keys, bool strict) {
-  std::vector<std::string> lines;
-  if (strict && !keys.missing.empty()) {
-    lines.push_back("missing: " + join(keys.missing));
-  }
-  if (strict && !keys.unexpected.empty()) {
-    lines.push_back("unexpected: " + join(keys.unexpected));
-  }
-  for (const auto& entry : entries) {
-    const auto* value = state.find(entry.name);
-    if (value != nullptr && state::sizes_of(*value) != entry.sizes()) {
-      lines.push_back(
-          phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), state::sizes_of(*value)));
-    }
-  }
-  return lines;
 }
 
 void check_nothing_wrong(const std::string& wrong) {
@@ -76,24 +56,6 @@ void check_nothing_wrong(const std::string& wrong) {
       "[load_state_dict] the values are another model's, and none was loaded:\n{}\nBuild the model they were taken "
       "from, or set strict = false where names may differ",
       wrong);
-}
-
-template <typename Values>
-IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state) {
-  IncompatibleKeys keys;
-  std::unordered_set<std::string> known;
-  for (const auto& entry : entries) {
-    known.insert(entry.name);
-    if (!state.contains(entry.name)) {
-      keys.missing.push_back(entry.name);
-    }
-  }
-  for (const auto& item : state) {
-    if (known.count(item.key()) == 0) {
-      keys.unexpected.push_back(item.key());
-    }
-  }
-  return keys;
 }
 
 std::vector<std::string> lines_of(const std::string& text) {
@@ -149,7 +111,7 @@ StateDict full_state_dict(ModuleRef given, const FullStateDictOptions& options) 
   StateDict state;
   for (const auto& entry : entries) {
     if (wanted) {
-      state.insert(entry.name, entry.param != nullptr ? wholes.at(entry.param) : copy_of(entry.tensor, options));
+      state.insert(entry.name, entry.param != nullptr ? wholes.at(entry.param) : copy_of(entry, options));
     }
   }
   return state;
@@ -160,8 +122,8 @@ IncompatibleKeys load_state_dict(ModuleRef given, const StateDict& state, const 
   check_materialized(entries);
   const auto first =
       options.broadcast_from_rank0 ? std::make_unique<state::FromFirstRank>(entries, "load_state_dict") : nullptr;
-  IncompatibleKeys keys = compare(entries, state);
-  std::string wrong = join(complaints(entries, state, keys, options.strict), "\n");
+  IncompatibleKeys keys = state::compare(entries, state);
+  std::string wrong = join(state::complaints(entries, state, keys, options.strict), "\n");
   if (first) {
     wrong = first->text(wrong);
     keys.missing = lines_of(first->text(join(keys.missing, "\n")));
@@ -198,8 +160,8 @@ IncompatibleKeys load_state_dict(ModuleRef given, const ShardedStateDict& state,
       "take a full_state_dict");
   const auto entries = state::named_tensors(given, "load_state_dict");
   check_materialized(entries);
-  IncompatibleKeys keys = compare(entries, state);
-  auto wrong = complaints(entries, state, keys, options.strict);
+  IncompatibleKeys keys = state::compare(entries, state);
+  auto wrong = state::complaints(entries, state, keys, options.strict);
   for (const auto& entry : entries) {
     const HeldTensor* there = state.find(entry.name);
     if (there != nullptr && !covers(*there, entry)) {

@@ -1,6 +1,8 @@
 // One setting for the form of a model's state dicts.
 
+#include <map>
 #include <mutex>
+#include <string>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -135,6 +137,39 @@ TEST_P(StateDictTypes, AreWholeValuesWhereNothingIsCut) {
       expect_equal(std::get<StateDict>(state_dict(model)), whole_values(model));
       torch::optim::SGD optimizer(model->parameters(), 0.1);
       EXPECT_TRUE(std::holds_alternative<OptimStateDict>(optim_state_dict(model, optimizer)));
+    }
+  });
+}
+
+std::map<std::string, HeldTensor> buffers_in(const AnyStateDict& state) {
+  std::map<std::string, HeldTensor> buffers;
+  for (const std::string name : {"1.running_mean", "1.running_var", "1.num_batches_tracked"}) {
+    const auto* whole = std::get_if<StateDict>(&state);
+    buffers[name] = whole != nullptr ? HeldTensor{.local = (*whole)[name]} : std::get<ShardedStateDict>(state)[name];
+  }
+  return buffers;
+}
+
+TEST_P(StateDictTypes, HaveLoweredBuffersInTheirFormerDtype) {
+  on_threads(GetParam(), [] {
+    FSDPOptions options;
+    options.mixed_precision = {.buffer_dtype = torch::kBFloat16, .module_classes_to_ignore = {}};
+    for (const auto type : {kFullStateDict, kShardedStateDict, kLocalStateDict}) {
+      auto model = make_wrapped(1, options), other = make_wrapped(2, options);
+      const auto guard = state_dict_type(model, type), same = state_dict_type(other, type);
+      EXPECT_EQ(buffers_in(state_dict(model))["1.running_var"].dtype(), torch::kFloat);
+      model(torch::ones({4, 3}) * (1 + rank()));
+      other(torch::zeros({4, 3}));
+      const auto state = state_dict(model);
+      load_state_dict(other, state);
+      for (const auto& [name, saved] : buffers_in(state)) {
+        const auto buffer = model->named_buffers()[name];
+        const bool is_count = name == "1.num_batches_tracked";
+        EXPECT_EQ(saved.dtype(), is_count ? torch::kLong : torch::kFloat) << name;
+        EXPECT_EQ(buffer.scalar_type(), is_count ? torch::kLong : torch::kBFloat16) << name;
+        EXPECT_TRUE(saved.local.equal(buffer.to(saved.dtype()))) << name;
+        EXPECT_TRUE(other->named_buffers()[name].equal(buffer)) << name;
+      }
     }
   });
 }

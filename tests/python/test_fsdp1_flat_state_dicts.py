@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullOptimStateDictConfig, LocalStateDictConfig, ShardingStrategy, StateDictType
 
+from fsdp1_flat_subjects import blocks
 from fsdp1_subjects import FSDP, TORCH, quietly, wrapped
 from harness import on_ranks
 from subjects import seeded
-from test_fsdp1_flat import blocks
 from test_fsdp1_optimizer_states import (
     ADAM,
     OPTIMIZERS,

@@ -1,0 +1,55 @@
+#include "state/comparison.h"
+
+#include <unordered_set>
+
+#include "base/format.h"
+#include "base/phrase.h"
+
+namespace fsdp::state {
+
+template <typename Values>
+IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state) {
+  IncompatibleKeys keys;
+  std::unordered_set<std::string> known;
+  for (const auto& entry : entries) {
+    known.insert(entry.name);
+    if (!state.contains(entry.name)) {
+      keys.missing.push_back(entry.name);
+    }
+  }
+  for (const auto& item : state) {
+    if (known.count(item.key()) == 0) {
+      keys.unexpected.push_back(item.key());
+    }
+  }
+  return keys;
+}
+
+template <typename Values>
+std::vector<std::string> complaints(
+    const std::vector<NamedTensor>& entries, const Values& state, const IncompatibleKeys& keys, bool strict) {
+  std::vector<std::string> lines;
+  if (strict && !keys.missing.empty()) {
+    lines.push_back("missing: " + join(keys.missing));
+  }
+  if (strict && !keys.unexpected.empty()) {
+    lines.push_back("unexpected: " + join(keys.unexpected));
+  }
+  for (const auto& entry : entries) {
+    const auto* value = state.find(entry.name);
+    if (value != nullptr && sizes_of(*value) != entry.sizes()) {
+      lines.push_back(
+          phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), sizes_of(*value)));
+    }
+  }
+  return lines;
+}
+
+template IncompatibleKeys compare(const std::vector<NamedTensor>&, const StateDict&);
+template IncompatibleKeys compare(const std::vector<NamedTensor>&, const ShardedStateDict&);
+template std::vector<std::string> complaints(
+    const std::vector<NamedTensor>&, const StateDict&, const IncompatibleKeys&, bool);
+template std::vector<std::string> complaints(
+    const std::vector<NamedTensor>&, const ShardedStateDict&, const IncompatibleKeys&, bool);
+
+} // namespace fsdp::state

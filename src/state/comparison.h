@@ -1,0 +1,21 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <fsdp/state_dict.h>
+
+#include "state/named_tensors.h"
+
+/// Of a model with a state dict, before that is loaded. `Values`: StateDict or ShardedStateDict.
+namespace fsdp::state {
+
+template <typename Values>
+IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state);
+
+/// A line for each name and size that does not fit: none if all can be loaded.
+template <typename Values>
+std::vector<std::string> complaints(
+    const std::vector<NamedTensor>& entries, const Values& state, const IncompatibleKeys& keys, bool strict);
+
+} // namespace fsdp::state
