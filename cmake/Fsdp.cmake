@@ -1,7 +1,7 @@
 # Compile options shared by everything, and the ways in which a folder adds itself.
 
 # In dependency order: a layer may use those before it. scripts/check_layers.py has the exact rule.
-set(FSDP_LAYERS base layout comm engine nn optim state fsdp1)
+set(FSDP_LAYERS base layout comm engine nn optim state fsdp1 checkpoint)
 
 add_library(fsdp_options INTERFACE)
 target_link_libraries(fsdp_options INTERFACE ${FSDP_TORCH})
@@ -60,7 +60,7 @@ function(fsdp_layer name)
   target_include_directories(fsdp_${name} PRIVATE ${PROJECT_SOURCE_DIR}/src)
   # As much as most files of the layer need, and no more: whatever templates a precompiled header mentions are instantiated again
   # in every file, which for torch/nn/module.h takes three seconds, for torch/torch.h seven.
-  if(name MATCHES "nn|optim|state|fsdp1")
+  if(name MATCHES "nn|optim|state|fsdp1|checkpoint")
     fsdp_precompile(fsdp_${name} module <torch/nn/module.h>)
   elseif(name STREQUAL c10d)
     fsdp_precompile(fsdp_${name} c10d <functional> <memory> <string> <vector> <torch/csrc/distributed/c10d/ProcessGroup.hpp>)
@@ -111,7 +111,7 @@ function(fsdp_test name)
   endforeach()
   target_link_libraries(${name} PRIVATE fsdp_options fsdp_test_main)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
-  if(folder MATCHES "engine|nn|optim|state|fsdp1|streams")
+  if(folder MATCHES "engine|nn|optim|state|fsdp1|checkpoint|streams")
     fsdp_precompile(${name} program <torch/torch.h>)
   elseif(folder STREQUAL comm)
     fsdp_precompile(${name} comm_test <functional> <memory> <string> <vector> <gtest/gtest.h> <ATen/ATen.h>)

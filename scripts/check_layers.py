@@ -20,6 +20,7 @@ LAYERS = {
     "optim": ["base", "engine"],
     "state": ["base", "layout", "engine", "nn", "optim"],
     "fsdp1": ["base", "engine", "nn", "optim", "state"],
+    "checkpoint": ["base", "layout", "engine", "state"],
 }
 
 # public header: the layer that implements it
