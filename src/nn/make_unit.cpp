@@ -76,7 +76,8 @@ std::string text_of(const ReshardAfterForward& policy) {
 // Each rank may ignore modules of its own, whose numbers others do without.
 void warn_of_other_names(const Group& group, const std::string& mine, const engine::OtherText& other) {
   log::warn(
-      "[FullyShardedDataParallel] rank {} and rank {} have other names for the parameters of a flat one:\n{}against\n{}They "
+      "[FullyShardedDataParallel] rank {} and rank {} have other names for the parameters of a flat "
+      "one:\n{}against\n{}They "
       "are trained as one in this order. Build the same model on every rank, unless the ranks ignore different modules",
       group.rank(),
       other.rank,
@@ -101,7 +102,11 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   }
   const std::string values = syncs_values ? "" : digests_of_values(spec.params);
   const Label label{"fully_shard", spec.name};
-  const auto others = engine::find_other_texts(group, {mine.str(), values, names.str()}, label);
+  std::vector<std::string> texts{mine.str(), values};
+  if (spec.flat) {
+    texts.push_back(names.str());
+  }
+  const auto others = engine::find_other_texts(group, texts, label);
   const auto& other = others[0];
   FSDP_CHECK(
       !other,
@@ -114,7 +119,7 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   if (others[1]) {
     warn_of_other_values(group, spec.params, values, *others[1]);
   }
-  if (others[2]) {
+  if (spec.flat && others[2]) {
     warn_of_other_names(group, names.str(), *others[2]);
   }
   if (spec.mesh.ndim() == 2 && !syncs_values) {

@@ -63,6 +63,14 @@ def wholes_of(model):
         }
 
 
+def check_same_gradient(ours, theirs, name=""):
+    """PyTorch's parts without elements have none."""
+    assert (ours.grad is None or ours.numel() == 0) if theirs.grad is None else ours.grad is not None, name
+    if theirs.grad is not None:
+        assert ours.grad.dtype == theirs.grad.dtype, name
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda m: f"gradient of {name}: {m}")
+
+
 def check_same(model, reference, exact):
     """Parameters and gradients are those of an unsharded model."""
     ours, tolerance = wholes_of(model), dict(rtol=0, atol=0) if exact else {}
