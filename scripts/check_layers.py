@@ -50,6 +50,8 @@ PUBLIC = {
     "optim": "optim",
     "optim_state_dict": "state",
     "policy": "engine",
+    "safetensors": "checkpoint",
+    "save": "checkpoint",
     "sharded_grad_scaler": "optim",
     "sharded_tensor": "engine",
     "shown_shard": "engine",

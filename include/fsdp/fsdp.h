@@ -19,6 +19,8 @@
 #include <fsdp/optim.h>
 #include <fsdp/optim_state_dict.h>
 #include <fsdp/policy.h>
+#include <fsdp/safetensors.h>
+#include <fsdp/save.h>
 #include <fsdp/sharded_grad_scaler.h>
 #include <fsdp/sharded_tensor.h>
 #include <fsdp/state_dict.h>

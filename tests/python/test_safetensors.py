@@ -1,22 +1,28 @@
 """Our safetensors files beside those of the Python package `safetensors`, whose files are read, written again, and compared."""
 
+import json
 import os
 import subprocess
 
 import pytest
 import torch
+from torch import nn
 
 safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
 
 
-def copied(folder):
-    """The file that C++ writes of what it has read of `from`."""
-    files = {"FSDP_TEST_FROM": str(folder / "from.safetensors"), "FSDP_TEST_TO": str(folder / "to.safetensors")}
-    program = os.path.join(os.environ["FSDP_TESTS"], "checkpoint_files_test")
-    arguments = ["--gtest_filter=SafetensorsOfPython.*", "--gtest_also_run_disabled_tests"]
-    result = subprocess.run([program, *arguments], env={**os.environ, **files}, capture_output=True, text=True, timeout=60)
+def run(program, test, from_path, to_path):
+    """A test of a C++ program, which is one of these only: it reads one path and writes to another."""
+    paths = {"FSDP_TEST_FROM": str(from_path), "FSDP_TEST_TO": str(to_path)}
+    command = [os.path.join(os.environ["FSDP_TESTS"], program), f"--gtest_filter={test}.*", "--gtest_also_run_disabled_tests"]
+    result = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stdout + result.stderr
-    return files["FSDP_TEST_TO"]
+
+
+def copied(folder):
+    """The file that C++ writes of what it has read."""
+    run("checkpoint_files_test", "SafetensorsOfPython", folder / "from.safetensors", folder / "to.safetensors")
+    return folder / "to.safetensors"
 
 
 def some_tensors():
@@ -44,3 +50,14 @@ def test_files_are_read_and_written_as_the_package_does(tmp_path):
 def test_a_file_without_tensors(tmp_path):
     safetensors.save_file({}, tmp_path / "from.safetensors")
     assert safetensors.load_file(copied(tmp_path)) == {}
+
+
+def test_weights_go_into_a_sharded_model_and_out_again(tmp_path):
+    weights = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7)).state_dict()
+    safetensors.save_file(weights, tmp_path / "from.safetensors")
+    run("save_test", "ExchangeWithPython", tmp_path / "from.safetensors", tmp_path / "to")
+    index = json.loads((tmp_path / "to" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(weight.nbytes for weight in weights.values())
+    assert index["weight_map"].keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(safetensors.load_file(tmp_path / "to" / index["weight_map"][name])[name], weight), name

@@ -1,0 +1,42 @@
+#include "checkpoint/all_agree.h"
+
+#include <string>
+
+#include <fsdp/init.h>
+
+#include "base/check.h"
+
+namespace fsdp::disk {
+
+namespace {
+
+/// What went wrong here; empty if nothing did.
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+    return "";
+  } catch (const CommError&) {
+    throw; // there is no group to talk to
+  } catch (const std::exception& error) {
+    const std::string text = error.what();
+    return text.empty() ? "an error without a text" : text;
+  }
+}
+
+} // namespace
+
+std::shared_ptr<Group> group_or_world(const std::shared_ptr<Group>& given) {
+  if (given) {
+    return given;
+  }
+  return is_initialized() ? world() : group_of_one();
+}
+
+void all_agree(Group& group, const Label& label, const std::function<void()>& body) {
+  const auto errors = group.exchange(error_of(body), label);
+  for (size_t rank = 0; rank < errors.size(); ++rank) {
+    FSDP_CHECK(errors[rank].empty(), "[{}] rank {}: {}", label.operation, rank, errors[rank]);
+  }
+}
+
+} // namespace fsdp::disk

@@ -1,0 +1,41 @@
+#include "checkpoint/check_model.h"
+
+#include <vector>
+
+#include "base/check.h"
+#include "base/format.h"
+
+namespace fsdp::disk {
+
+namespace {
+
+std::vector<std::string> names_missing_in(const ShardedStateDict& some, const ShardedStateDict& others) {
+  std::vector<std::string> names;
+  for (const auto& item : others) {
+    if (!some.contains(item.key())) {
+      names.push_back(item.key());
+    }
+  }
+  return names;
+}
+
+} // namespace
+
+void check_model(const std::string& file, const ShardedStateDict& here, const ShardedStateDict& there, bool strict) {
+  for (const auto& item : here) {
+    FSDP_CHECK(
+        !item.value().local.is_meta(),
+        "[load] '{}' is on the meta device, which has no memory for values: call fsdp::to_empty(model) first",
+        item.key());
+  }
+  const auto missing = names_missing_in(there, here), unexpected = names_missing_in(here, there);
+  FSDP_CHECK(
+      !strict || (missing.empty() && unexpected.empty()),
+      "[load] {} is of another model. It lacks: {}; and has besides: {}. Build the model that was saved, or set strict "
+      "= false where names may differ",
+      file,
+      join(missing),
+      join(unexpected));
+}
+
+} // namespace fsdp::disk

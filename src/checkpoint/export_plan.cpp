@@ -1,0 +1,86 @@
+#include "checkpoint/export_plan.h"
+
+#include <cstdio>
+#include <unordered_map>
+#include <unordered_set>
+
+#include <c10/util/accumulate.h>
+#include <nlohmann/json.hpp>
+
+#include "base/check.h"
+
+namespace fsdp::disk {
+
+namespace {
+
+using ByName = std::unordered_map<std::string, const HeldTensor*>;
+
+int64_t bytes_of(const HeldTensor& held) {
+  return c10::multiply_integers(held.sizes) * static_cast<int64_t>(c10::elementSize(held.dtype()));
+}
+
+std::string number_name(size_t number, size_t count) {
+  if (count == 1) {
+    return "model.safetensors";
+  }
+  char name[64];
+  std::snprintf(name, sizeof(name), "model-%05zu-of-%05zu.safetensors", number + 1, count);
+  return name;
+}
+
+void lay_out(ExportFile& file, const ByName& by_name) {
+  file.header.metadata["format"] = "pt"; // which other readers ask for
+  file.text = lay_out_safetensors(file.header, file.name);
+  const uint64_t bytes = file.text.size();
+  file.text.insert(0, reinterpret_cast<const char*>(&bytes), sizeof(bytes));
+  for (const auto& tensor : file.header.tensors) {
+    file.held.push_back(by_name.at(tensor.name));
+  }
+}
+
+} // namespace
+
+std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportSafetensorsOptions& options) {
+  std::vector<ExportFile> files(1);
+  ByName by_name;
+  std::unordered_set<const c10::TensorImpl*> known;
+  int64_t bytes = 0;
+  for (const auto& item : state) {
+    const HeldTensor& held = item.value();
+    if (!known.insert(held.local.unsafeGetTensorImpl()).second) {
+      continue; // tied to an earlier one
+    }
+    if (bytes > 0 && bytes + bytes_of(held) > options.max_shard_bytes) {
+      files.emplace_back();
+      bytes = 0;
+    }
+    bytes += bytes_of(held);
+    const std::string name = options.name_in_files ? options.name_in_files(item.key()) : item.key();
+    FSDP_CHECK(
+        by_name.emplace(name, &held).second,
+        "[export_safetensors] name_in_files gives '{}' to two tensors, '{}' is one of them: give each its own",
+        name,
+        item.key());
+    files.back().header.tensors.push_back({name, held.dtype(), held.sizes});
+  }
+  for (size_t i = 0; i < files.size(); ++i) {
+    files[i].name = number_name(i, files.size());
+    lay_out(files[i], by_name);
+  }
+  return files;
+}
+
+std::string weight_map(const std::vector<ExportFile>& files) {
+  nlohmann::json names = nlohmann::json::object();
+  int64_t bytes = 0;
+  for (const auto& file : files) {
+    for (const auto& tensor : file.header.tensors) {
+      names[tensor.name] = file.name;
+      bytes += tensor.bytes();
+    }
+  }
+  const nlohmann::json whole{{"metadata", {{"total_size", bytes}}}, {"weight_map", std::move(names)}};
+  return whole.dump(/*indent=*/2) + "\n";
+}
+
+} // namespace fsdp::disk

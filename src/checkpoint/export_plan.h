@@ -1,0 +1,26 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <fsdp/safetensors.h>
+
+#include "checkpoint/safetensors_header.h"
+
+namespace fsdp::disk {
+
+/// One file of an export: the same on all ranks.
+struct ExportFile {
+  std::string name{};
+  SafetensorsHeader header{}; ///< laid out
+  std::string text{}; ///< of the header, with its length before it
+  std::vector<const HeldTensor*> held{}; ///< by tensor of the header
+};
+
+/// Spreads a model's tensors over files, tied ones once.
+std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportSafetensorsOptions& options);
+
+/// The index that says what is in which of several files.
+std::string weight_map(const std::vector<ExportFile>& files);
+
+} // namespace fsdp::disk

@@ -1,0 +1,49 @@
+#pragma once
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include <fsdp/held.h>
+
+#include "checkpoint/checkpoint_index.h"
+#include "checkpoint/file.h"
+
+namespace fsdp::disk {
+
+/// Reads elements of the tensors of a checkpoint: those blocks in which wanted ones lie, each of which is checked.
+/// Of a piece without checksums, the wanted elements alone.
+/// Errors name the file and the tensor.
+class PieceReader {
+ public:
+  PieceReader(std::string folder, const CheckpointIndex& index, File::Links links = File::Links::kRefuse);
+
+  /// What `here` has, from the file: in the dtype in which it was saved, on the CPU. Where the saved tensor lies in
+  /// memory in another order, the whole of it.
+  HeldTensor read(const std::string& name, const HeldTensor& here);
+  at::Tensor read_whole(const std::string& name);
+
+ private:
+  struct Named {
+    const std::string& name;
+    const IndexedTensor& tensor;
+  };
+
+  void check_files(const Named& named); // before memory is asked for
+  void read_elements(const Named& named, const Extent& want, char* to);
+  void read_checked(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);
+  void read_run(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);
+  const char* block(const Named& named, const StoredPiece& piece, int64_t number);
+  void read_block(const Named& named, const StoredPiece& piece, int64_t number, char* to);
+  const File& file_of(const Named& named, const StoredPiece& piece);
+
+  std::string folder_;
+  const CheckpointIndex& index_;
+  File::Links links_;
+  std::map<std::string, File> files_{};
+  std::vector<char> block_{}; // one that is only partly wanted
+  const StoredPiece* piece_of_block_ = nullptr;
+  int64_t number_of_block_ = 0;
+};
+
+} // namespace fsdp::disk

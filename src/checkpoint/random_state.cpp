@@ -1,0 +1,43 @@
+#include "checkpoint/random_state.h"
+
+#include <mutex>
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+
+#include <fsdp/init.h>
+
+namespace fsdp::disk {
+
+namespace {
+
+std::map<std::string, at::Generator> generators() {
+  std::map<std::string, at::Generator> generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
+  if (is_initialized() && !device().is_cpu()) {
+    generators[c10::DeviceTypeName(device().type(), /*lower_case=*/true)] =
+        at::globalContext().defaultGenerator(device());
+  }
+  return generators;
+}
+
+} // namespace
+
+std::map<std::string, at::Tensor> random_states() {
+  std::map<std::string, at::Tensor> states;
+  for (auto& [name, generator] : generators()) {
+    const std::lock_guard<std::mutex> lock(generator.mutex());
+    states[name] = generator.get_state();
+  }
+  return states;
+}
+
+void set_random_states(const std::map<std::string, at::Tensor>& states) {
+  for (auto& [name, generator] : generators()) {
+    if (const auto found = states.find(name); found != states.end()) {
+      const std::lock_guard<std::mutex> lock(generator.mutex());
+      generator.set_state(found->second);
+    }
+  }
+}
+
+} // namespace fsdp::disk

@@ -1,0 +1,218 @@
+#include <fsdp/save.h>
+
+#include <algorithm>
+#include <cstdio>
+
+#include <c10/util/accumulate.h>
+
+#include "base/check.h"
+#include "base/log.h"
+#include "checkpoint/all_agree.h"
+#include "checkpoint/checkpoint_index.h"
+#include "checkpoint/file.h"
+#include "checkpoint/folder.h"
+#include "checkpoint/names_in_index.h"
+#include "checkpoint/piece_writer.h"
+#include "checkpoint/random_state.h"
+#include "checkpoint/replica_turns.h"
+#include "checkpoint/run_folder.h"
+
+namespace fsdp {
+
+namespace {
+
+using namespace disk; // NOLINT: what it is made of
+
+constexpr int64_t kLongestIndex = int64_t{1} << 30;
+
+/// What one rank gives to a checkpoint.
+class RankState {
+ public:
+  explicit RankState(int rank) : rank_(rank), turns_(rank == 0) {}
+
+  void add(const StateToSave& state) {
+    numbers_.step = state.step;
+    for (const auto& item : sharded_state_dict(state.model)) {
+      add(kModel + item.key(), item.value());
+    }
+    if (state.optimizer != nullptr) {
+      add(sharded_optim_state_dict(state.model, *state.optimizer));
+    }
+    for (const auto& [device, random_state] : random_states()) {
+      pieces_.push_back({random_name(rank_, device), held(random_state), /*written_here=*/true});
+    }
+    if (rank_ == 0) {
+      add_extra(state.extra);
+    }
+  }
+
+  CheckpointIndex write(const PieceFile& file) const {
+    CheckpointIndex index = numbers_;
+    index.block_bytes = file.block_bytes;
+    index.tensors = write_pieces(pieces_, file);
+    return index;
+  }
+
+ private:
+  void add(const std::string& name, const HeldTensor& held) {
+    pieces_.push_back({name, held, turns_.is_mine(held)});
+  }
+
+  void add(const ShardedOptimStateDict& optimizer) {
+    auto& numbers = numbers_.optimizer.emplace();
+    for (const auto& item : optimizer.state) {
+      for (const auto& [key, tensor] : item.value().tensors) {
+        add(optimizer_name(item.key(), key), tensor);
+      }
+      if (is_updated_here(item.value())) {
+        numbers.of_params[item.key()] = item.value().scalars;
+      }
+    }
+    for (const auto& group : optimizer.param_groups) {
+      numbers.groups.push_back({group.params, group.options});
+    }
+  }
+
+  // Without elements a rank may have another number of steps, or none.
+  static bool is_updated_here(const ShardedOptimStateDict::ParamState& state) {
+    return state.tensors.empty() || std::any_of(state.tensors.begin(), state.tensors.end(), [](const auto& item) {
+             return item.second.extent.numel() > 0 || c10::multiply_integers(item.second.sizes) == 0;
+           });
+  }
+
+  void add_extra(const std::map<std::string, c10::IValue>& extra) {
+    for (const auto& [name, value] : extra) {
+      if (value.isTensor()) {
+        pieces_.push_back({kExtra + name, held(value.toTensor()), /*written_here=*/true});
+      } else {
+        numbers_.extra[name] = value;
+      }
+    }
+  }
+
+  int rank_;
+  ReplicaTurns turns_;
+  std::vector<PieceToWrite> pieces_{};
+  CheckpointIndex numbers_{}; // without tensors
+};
+
+std::string file_name(int rank, const char* ending) {
+  char name[64];
+  std::snprintf(name, sizeof(name), "rank-%05d.%s", rank, ending);
+  return name;
+}
+
+std::string part_path(const std::string& folder, int rank) {
+  return folder + "/" + file_name(rank, "json");
+}
+
+/// Writes the index, of which each rank has written its part.
+void write_index(const std::string& folder, int ranks) {
+  CheckpointIndex index;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const std::string path = part_path(folder, rank);
+    add_part(index, parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path));
+  }
+  check_complete(index);
+  write_text(folder + "/" + kIndexName, to_text(index));
+  for (int rank = 0; rank < ranks; ++rank) {
+    remove_file(part_path(folder, rank));
+  }
+}
+
+void check(const StateToSave& state, const SaveOptions& options) {
+  FSDP_CHECK(state.step >= 0, "[save] expected a step of 0 or more, got {}", state.step);
+  FSDP_CHECK(
+      options.block_bytes >= 16 && options.block_bytes % 16 == 0 && options.block_bytes <= int64_t{1} << 30,
+      "[save] expected block_bytes between 16 and 2^30, and a multiple of 16, got {}",
+      options.block_bytes);
+}
+
+/// A checkpoint that is being written, of all ranks.
+class Save {
+ public:
+  Save(const std::string& dir, const StateToSave& state, const SaveOptions& options)
+      : run_(dir), begun_(run_.unfinished(state.step)), state_(state), options_(options) {
+    group_ = group_or_world(options.group);
+    rank_ = group_->rank();
+  }
+
+  std::string run() {
+    RankState mine(rank_);
+    together([&] {
+      check(state_, options_);
+      mine.add(state_);
+      if (rank_ == 0) {
+        run_.begin(state_.step);
+      }
+    });
+    together([&] {
+      const auto index = mine.write({begun_, file_name(rank_, "safetensors"), options_.block_bytes});
+      write_text(part_path(begun_, rank_), to_text(index));
+    });
+    std::string finished;
+    together([&] {
+      if (rank_ == 0) {
+        write_index(begun_, group_->size());
+        finished = run_.finish(begun_, state_.step);
+      }
+    });
+    finished = group_->exchange(finished, kLabel)[0];
+    if (rank_ == 0) {
+      remove_older(finished);
+    }
+    return finished;
+  }
+
+ private:
+  inline static const Label kLabel{"save", ""};
+
+  /// What is half written makes room if there is an error.
+  template <typename Body>
+  void together(const Body& body) {
+    try {
+      all_agree(*group_, kLabel, body);
+    } catch (const CommError&) {
+      throw; // other ranks may still write
+    } catch (const Error&) {
+      if (rank_ == 0) {
+        quietly([&] { remove_folder_tree(begun_); });
+      }
+      throw;
+    }
+  }
+
+  template <typename Body>
+  static void quietly(const Body& body) {
+    try {
+      body();
+    } catch (const Error& error) {
+      log::warn("{}", error.what());
+    }
+  }
+
+  void remove_older(const std::string& kept) const {
+    if (options_.keep_last > 0) {
+      quietly([&] { run_.keep_last(options_.keep_last, kept); });
+    }
+  }
+
+  RunFolder run_;
+  std::string begun_;
+  const StateToSave& state_;
+  const SaveOptions& options_;
+  std::shared_ptr<Group> group_{};
+  int rank_ = 0;
+};
+
+} // namespace
+
+std::string save(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
+  return Save(dir, state, options).run();
+}
+
+std::optional<std::string> latest(const std::string& dir) {
+  return RunFolder(dir).latest();
+}
+
+} // namespace fsdp

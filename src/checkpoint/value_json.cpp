@@ -1,0 +1,154 @@
+#include "checkpoint/value_json.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include <ATen/core/List.h>
+#include <ATen/core/ivalue_inl.h>
+#include <ATen/core/jit_type.h>
+
+#include "base/check.h"
+
+namespace fsdp::disk {
+
+namespace {
+
+using c10::IValue;
+using nlohmann::json;
+
+constexpr int kDeepest = 32; // lists within lists
+
+json number(double value) {
+  if (std::isfinite(value)) {
+    return value;
+  }
+  return {{"float", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
+}
+
+json encode(const IValue& value, const std::string& name, int depth);
+
+template <typename Values>
+json encode_each(const Values& values, const std::string& name, int depth) {
+  json list = json::array();
+  for (const auto& value : values) {
+    list.push_back(encode(value, name, depth + 1));
+  }
+  return list;
+}
+
+json encode(const IValue& value, const std::string& name, int depth) {
+  if (value.isNone()) {
+    return nullptr;
+  }
+  if (value.isInt()) {
+    return value.toInt();
+  }
+  if (value.isBool()) {
+    return value.toBool();
+  }
+  if (value.isDouble()) {
+    return number(value.toDouble());
+  }
+  if (value.isString()) {
+    return value.toStringRef();
+  }
+  FSDP_CHECK(
+      depth < kDeepest && (value.isTuple() || value.isList()),
+      "[save] '{}' is {}: expected a number, a text, a tensor, or a list or tuple of numbers and texts",
+      name,
+      value.tagKind());
+  if (value.isTuple()) {
+    return {{"tuple", encode_each(value.toTupleRef().elements(), name, depth)}};
+  }
+  return encode_each(value.toListRef(), name, depth);
+}
+
+IValue special(const json& value, const std::string& name) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (value == "nan") {
+    return std::numeric_limits<double>::quiet_NaN();
+  }
+  FSDP_CHECK(value == "inf" || value == "-inf", "[load] '{}' is no value that is saved: the index is damaged", name);
+  return value == "inf" ? kInfinity : -kInfinity;
+}
+
+template <typename Item>
+IValue list_of(const std::vector<IValue>& values) {
+  c10::List<Item> list;
+  for (const auto& value : values) {
+    list.push_back(value.to<Item>());
+  }
+  return list;
+}
+
+template <typename Test>
+bool are_all(const std::vector<IValue>& values, const Test& test) {
+  return !values.empty() && std::all_of(values.begin(), values.end(), test);
+}
+
+// Of the type that a list of such values has in C++.
+IValue list_of_any(const std::vector<IValue>& values) {
+  if (are_all(values, [](const IValue& value) { return value.isInt(); })) {
+    return list_of<int64_t>(values);
+  }
+  if (are_all(values, [](const IValue& value) { return value.isDouble(); })) {
+    return list_of<double>(values);
+  }
+  c10::impl::GenericList list(c10::AnyType::get());
+  for (const auto& value : values) {
+    list.push_back(value);
+  }
+  return list;
+}
+
+IValue decode(const json& json, const std::string& name, int depth);
+
+std::vector<IValue> decode_each(const json& list, const std::string& name, int depth) {
+  FSDP_CHECK(list.is_array() && depth < kDeepest, "[load] '{}' is no value that is saved: the index is damaged", name);
+  std::vector<IValue> values;
+  for (const auto& value : list) {
+    values.push_back(decode(value, name, depth + 1));
+  }
+  return values;
+}
+
+IValue decode_tagged(const json& object, const std::string& name, int depth) {
+  FSDP_CHECK(object.size() == 1, "[load] '{}' is no value that is saved: the index is damaged", name);
+  if (object.begin().key() == "float") {
+    return special(object.begin().value(), name);
+  }
+  FSDP_CHECK(object.begin().key() == "tuple", "[load] '{}' is no value that is saved: the index is damaged", name);
+  return c10::ivalue::Tuple::create(decode_each(object.begin().value(), name, depth));
+}
+
+IValue decode(const json& json, const std::string& name, int depth) {
+  if (json.is_null()) {
+    return {};
+  }
+  if (json.is_boolean()) {
+    return json.get<bool>();
+  }
+  if (json.is_number_integer()) {
+    return json.get<int64_t>();
+  }
+  if (json.is_number_float()) {
+    return json.get<double>();
+  }
+  if (json.is_string()) {
+    return json.get<std::string>();
+  }
+  return json.is_object() ? decode_tagged(json, name, depth) : list_of_any(decode_each(json, name, depth));
+}
+
+} // namespace
+
+json json_of(const IValue& value, const std::string& name) {
+  return encode(value, name, 0);
+}
+
+IValue value_in(const json& json, const std::string& name) {
+  return decode(json, name, 0);
+}
+
+} // namespace fsdp::disk

@@ -1,0 +1,291 @@
+// Checkpoints that cannot be written, or cannot be loaded: an error that names file and tensor, on all ranks, and
+// nothing is lost.
+
+#include <atomic>
+#include <csignal>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <random>
+
+#include <sys/wait.h>
+
+#include "checkpoint/checkpoint_index.h"
+#include "checkpoint/file.h"
+#include "checkpoint/folder.h"
+#include "checkpoint/run_folder.h"
+#include "checkpoint/runs.h"
+#include "checkpoint/system_calls.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+class BrokenSaves : public ::testing::Test {
+ protected:
+  std::string folder() const {
+    return folder_.path().string();
+  }
+
+ private:
+  detail::TemporaryFolder folder_;
+};
+
+std::string index_text(const std::string& checkpoint) {
+  return disk::read_text(checkpoint + "/" + disk::kIndexName, 1 << 30, disk::File::Links::kRefuse);
+}
+
+// Of one rank, without a job.
+TEST_F(BrokenSaves, LeaveTheOneBeforeWhereverTheProcessIsKilled) {
+  const Values values = trained_values();
+  TrainingRun first = make_run(Form::kUnsharded, values), second = make_run(Form::kUnsharded, 0.0);
+  save(folder(), first.to_save(1));
+  bool ended = false;
+  int64_t point = 0;
+  for (; !ended; ++point) {
+    const pid_t child = fork();
+    if (child == 0) {
+      kill_at_point(point);
+      save(folder(), second.to_save(2));
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    ended = WIFEXITED(status);
+    ASSERT_TRUE(ended || WTERMSIG(status) == SIGKILL);
+    TrainingRun loaded = make_run(Form::kUnsharded, 5.0);
+    const int64_t step = load(folder(), loaded.to_load()).step;
+    expect_values(loaded, step == 1 ? values : values_of(second));
+    if (step == 2) {
+      disk::remove_folder_tree(folder() + "/step-00000002");
+    }
+  }
+  EXPECT_GT(point, 20);
+}
+
+TEST_F(BrokenSaves, AreErrorsOnAllRanksWhereOneHasAFullDisk) {
+  const Values values = trained_values();
+  std::atomic<bool> written = false;
+  on_threads(3, [&] {
+    TrainingRun run = make_run(Form::kRows, values);
+    save(folder(), run.to_save(1));
+  });
+  for (int64_t point = 0; !written; ++point) {
+    on_threads(3, [&] {
+      TrainingRun run = make_run(Form::kFlat, 0.0);
+      if (rank() == 1) {
+        fail_from_point(point);
+      }
+      std::string message;
+      try {
+        save(folder(), run.to_save(2));
+        written = true;
+      } catch (const Error& error) {
+        message = error.what();
+      }
+      fail_from_point(-1);
+      barrier();
+      EXPECT_TRUE(written || contains(message, "[save] rank 1: [checkpoint] could not")) << message;
+      EXPECT_TRUE(written || contains(message, "No space left on device; make room")) << message;
+      if (!written) {
+        EXPECT_EQ(disk::names_in(folder()), std::vector<std::string>{"step-00000001"});
+        EXPECT_EQ(load(folder(), run.to_load()).step, 1);
+        expect_values(run, values);
+      }
+    });
+  }
+}
+
+TEST_F(BrokenSaves, AreErrorsWhereAFolderCannotBeWritten) {
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    const auto message = error_message([&] { save("/proc/self/inner", run.to_save(1)); });
+    EXPECT_TRUE(contains(message, "[save] rank 0: [checkpoint] could not make the folder /proc/self/inner")) << message;
+    EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(-1)); }), "a step of 0 or more, got -1"));
+    EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(1), {.block_bytes = 8}); }), "got 8"));
+  });
+}
+
+/// What all of two ranks say of a checkpoint that was changed, whose values are not taken over.
+std::string complaint(const std::string& dir, const std::function<void(TrainingRun&)>& change_model = nullptr) {
+  std::string complaint;
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 5.0);
+    if (change_model) {
+      change_model(run);
+    }
+    const auto before = values_of(run);
+    const auto message = error_message([&] { load(dir, run.to_load()); });
+    expect_values(run, before);
+    const auto all = world()->exchange(message, {"test", ""});
+    EXPECT_EQ(all[0], all[1]);
+    if (rank() == 0) {
+      complaint = message;
+    }
+  });
+  return complaint;
+}
+
+class Damaged : public BrokenSaves {
+ protected:
+  Damaged() {
+    on_threads(2, [&] {
+      TrainingRun run = make_run(Form::kRows, trained_);
+      const auto path = save(folder(), run.to_save(1), {.block_bytes = 32});
+      if (rank() == 0) {
+        checkpoint_ = path;
+      }
+    });
+  }
+  std::string file(int rank) const {
+    return checkpoint_ + "/rank-0000" + std::to_string(rank) + ".safetensors";
+  }
+  void change_index(const std::string& from, const std::string& to) const {
+    std::string text = index_text(checkpoint_);
+    const auto place = text.find(from);
+    ASSERT_NE(place, std::string::npos) << from;
+    text.replace(place, from.size(), to);
+    write_index(text);
+  }
+  void write_index(const std::string& text) const {
+    std::filesystem::remove(checkpoint_ + "/" + disk::kIndexName);
+    disk::write_text(checkpoint_ + "/" + disk::kIndexName, text);
+  }
+
+  Values trained_ = trained_values();
+  std::string checkpoint_;
+};
+
+TEST_F(Damaged, FilesThatLackAreNamed) {
+  std::filesystem::remove(file(1));
+  const auto message = complaint(folder());
+  EXPECT_TRUE(contains(message, file(1) + ": No such file")) << message;
+  EXPECT_TRUE(contains(message, "'model/first.bias' cannot be read")) << message;
+}
+
+TEST_F(Damaged, FilesThatAreCutShortAreNamed) {
+  std::filesystem::resize_file(file(1), std::filesystem::file_size(file(1)) - 1);
+  const auto message = complaint(folder());
+  EXPECT_TRUE(contains(message, file(1) + ": '")) << message;
+  EXPECT_TRUE(contains(message, "it is cut short")) << message;
+}
+
+TEST_F(Damaged, FilesThatAreLinksAreRefused) {
+  std::filesystem::rename(file(1), folder() + "/other");
+  std::filesystem::create_symlink(folder() + "/other", file(1));
+  EXPECT_TRUE(contains(complaint(folder()), file(1) + " is a link"));
+}
+
+TEST_F(Damaged, BitsThatAreFlippedAreNoticed) {
+  const auto index = disk::parse_index(index_text(checkpoint_), "index");
+  int count = 0;
+  for (const auto& [name, tensor] : index.tensors) {
+    if (name == "model/tied" || name.starts_with("random/")) {
+      continue;
+    }
+    for (const auto& piece : tensor.pieces) {
+      const auto last = piece.offset + piece.extent.numel() * static_cast<int64_t>(c10::elementSize(tensor.dtype)) - 1;
+      std::fstream stream(checkpoint_ + "/" + piece.file, std::ios::in | std::ios::out | std::ios::binary);
+      stream.seekg(last);
+      const int byte = stream.get();
+      stream.seekp(last);
+      stream.put(static_cast<char>(byte ^ 4));
+      stream.flush();
+      const auto message = complaint(folder());
+      EXPECT_TRUE(contains(message, piece.file + ": '" + name + "' is damaged")) << message;
+      stream.seekp(last);
+      stream.put(static_cast<char>(byte));
+      ++count;
+    }
+  }
+  EXPECT_GT(count, 20);
+}
+
+TEST_F(Damaged, OtherModelsAreNamed) {
+  auto message = complaint(folder(), [](TrainingRun& run) { run.net->register_buffer("more", torch::zeros({1})); });
+  EXPECT_TRUE(contains(message, checkpoint_ + " is of another model. It lacks: more; and has besides: .")) << message;
+  message = complaint(folder(), [](TrainingRun& run) { run.net->count.set_data(torch::zeros({3})); });
+  EXPECT_TRUE(contains(message, checkpoint_ + ": 'model/count' has sizes [2] there and [3] in the model")) << message;
+  message = complaint(folder(), [](TrainingRun& run) {
+    run.optimizer = std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{parameters(*run.net)[0]});
+  });
+  EXPECT_TRUE(contains(message, "the state is another optimizer's, and none was loaded")) << message;
+}
+
+TEST_F(Damaged, FoldersWithoutACheckpointAreNamed) {
+  EXPECT_TRUE(contains(complaint(folder() + "/none"), folder() + "/none has no checkpoint"));
+  std::filesystem::remove(checkpoint_ + "/" + disk::kIndexName);
+  EXPECT_TRUE(contains(complaint(folder()), "has no checkpoint"));
+}
+
+TEST_F(Damaged, ThatWereSavedWithoutAnOptimizerHaveNone) {
+  torch::nn::Linear model(2, 2);
+  torch::optim::SGD optimizer(model->parameters(), 0.1);
+  save(folder() + "/model", {.model = model});
+  const auto message = error_message([&] { load(folder() + "/model", {.model = model, .optimizer = &optimizer}); });
+  EXPECT_TRUE(contains(message, "step-00000000 was saved without an optimizer")) << message;
+}
+
+TEST_F(Damaged, IndicesThatAreHostileAreRefused) {
+  struct Change {
+    std::string from, to, complaint;
+  };
+  const std::string good = index_text(checkpoint_);
+  const std::vector<Change> changes{
+      {"\"version\":1", "\"version\":2", "is of version 2, and this libfsdp reads 1"},
+      {"\"libfsdp checkpoint\"", "\"other\"", "is of another format"},
+      {"rank-00000.safetensors", "../rank-00000.safetensors", "is in '../rank-00000.safetensors', which is no file's"},
+      {"rank-00000.safetensors", "/etc/passwd", "is in '/etc/passwd'"},
+      {"rank-00000.safetensors", "..", "is in '..'"},
+      {"\"offset\":", "\"offset\":-", "has something else than a number from 0"},
+      {"\"offset\":", "\"offset\":9999999", "it is cut short"},
+      {"\"strides\":[", "\"strides\":[1,", "has strides that leave gaps"},
+      {"\"dtype\":\"F32\"", "\"dtype\":\"F33\"", "has a dtype that LibTorch does not have"},
+      {"\"dtype\":\"F32\"", "\"dtype\":\"F64\"", "'model/count' is damaged"},
+      {"\"crc32c\":\"", "\"crc32c\":\"x", "has a crc32c that is none"},
+      {"\"crc32c\":\"", "\"crc32c\":\"00000000", "has another number of checksums than blocks"},
+      {"\"extent\":[", "\"extent\":[1000", "has elements that the tensor does not have"},
+      {"\"extent\":[", "\"extent\":[1,", "has an extent that is none"},
+      {"\"block_bytes\":32", "\"block_bytes\":0", "has a block_bytes out of range"},
+      {"\"pieces\":[", "\"pieces\":[1,", "a piece of"},
+      {"{", "[", "is no JSON"},
+  };
+  for (const auto& [from, to, wanted] : changes) {
+    change_index(from, to);
+    const auto message = complaint(folder());
+    EXPECT_TRUE(contains(message, wanted)) << from << " " << to;
+    EXPECT_TRUE(contains(message, checkpoint_)) << message;
+    write_index(good);
+  }
+}
+
+// The first of two pieces, twice: elements would come from nowhere.
+TEST_F(Damaged, PiecesThatOverlapAreNoticed) {
+  auto index = disk::parse_index(index_text(checkpoint_), "index");
+  auto& pieces = index.tensors.at("model/first.weight").pieces;
+  ASSERT_EQ(pieces.size(), 2u);
+  pieces[1] = pieces[0];
+  write_index(disk::to_text(index));
+  EXPECT_TRUE(contains(complaint(folder()), "lacks elements of 'model/first.weight', or has some twice"));
+}
+
+TEST_F(Damaged, IndicesWithLettersChangedDoNoHarm) {
+  const std::string good = index_text(checkpoint_);
+  std::mt19937 random(1); // NOLINT: the same each time
+  int refused = 0;
+  for (int i = 0; i < 2000; ++i) {
+    std::string changed = good;
+    for (size_t n = random() % 3 + 1; n > 0; --n) {
+      changed[random() % changed.size()] = "{}[]\",:0129.-eFn\\ \xc3"[random() % 20];
+    }
+    try {
+      disk::parse_index(changed, "index");
+    } catch (const Error&) {
+      ++refused;
+    }
+  }
+  EXPECT_GT(refused, 1000);
+}
+
+} // namespace
+} // namespace fsdp::testing
