@@ -108,12 +108,12 @@ ensure_torch() {
   touch "$stamp"
 }
 
-# What the Python package is built and tested with; numpy for torch.distributed.checkpoint.
+# What the Python package is built and tested with; numpy for torch.distributed.checkpoint, safetensors for files of others.
 ensure_python_tools() {
   local python missing
   python=$(torch_python)
   missing=$("$python" -c 'import importlib.util as u
-print(*[package for module, package in [("pytest", "pytest"), ("scikit_build_core", "scikit-build-core"), ("numpy", "numpy")] if not u.find_spec(module)])')
+print(*[package for module, package in [("pytest", "pytest"), ("scikit_build_core", "scikit-build-core"), ("numpy", "numpy"), ("safetensors", "safetensors")] if not u.find_spec(module)])')
   [ -n "$missing" ] || return 0
   if [ -n "$PYTHON" ]; then # its owner decides what goes into it
     echo "Going on without the Python package. For it, run:  $PYTHON -m pip install $missing"
