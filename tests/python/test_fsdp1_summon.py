@@ -2,12 +2,11 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 from fsdp1_flat_subjects import BOTH, FSDP
-from fsdp1_subjects import cleaned, loss_of, quietly, wrapped
+from fsdp1_subjects import loss_of, quietly, wrapped
 from harness import on_ranks
 from subjects import mine, rows, seeded
 

@@ -19,7 +19,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from fsdp1_flat_subjects import BOTH, FSDP
-from fsdp1_subjects import cleaned, loss_of, quietly, summoned, wrapped
+from fsdp1_subjects import cleaned, loss_of, quietly, summoned
 from harness import on_ranks
 from subjects import mine, rows, seeded
 
