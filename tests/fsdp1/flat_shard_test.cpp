@@ -337,6 +337,36 @@ TEST_P(FlatShards, ClipByTheNormOfTheWholeGradient) {
   });
 }
 
+TEST_P(FlatShards, OfPaddingAloneAreTrainedToo) {
+  on_threads(GetParam(), [] {
+    torch::nn::Linear model(torch::nn::LinearOptions(1, 1).bias(false));
+    as_one(*model);
+    torch::optim::Adam optimizer(model->parameters(), 0.5);
+    const double before = model->weight.item<double>();
+    model->forward(torch::ones({1, 1})).sum().backward();
+    optimizer.step();
+    EXPECT_EQ(optimizer.state().size(), 1);
+    EXPECT_NEAR(model->weight.item<double>(), before - 0.5, 1e-5);
+    EXPECT_TRUE(rank() == 0 || model->parameters()[0].item<float>() == 0) << "no padding";
+    const auto state = full_optim_state_dict(model, optimizer);
+    EXPECT_NEAR(state.state["weight"].tensors.at("exp_avg").item<double>(), 0.1, 1e-6);
+    load_optim_state_dict(model, optimizer, state);
+    EXPECT_EQ(optimizer.state().size(), 1);
+  });
+}
+
+TEST_P(FlatShards, AreDescribedByTheirParameters) {
+  on_threads(GetParam(), [] {
+    torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::Linear(7, 2));
+    as_one(*model[0]);
+    as_one(*model);
+    const auto units = describe(model).units;
+    ASSERT_EQ(units.size(), 2);
+    EXPECT_EQ(units[0].numel + units[1].numel, 42 + 16);
+    EXPECT_EQ(units[0].parameters, 2);
+  });
+}
+
 TEST_P(FlatShards, OutliveTheirModel) {
   on_threads(GetParam(), [] {
     at::Tensor flat;

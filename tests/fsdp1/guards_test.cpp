@@ -111,7 +111,8 @@ TEST(Guards, OfNoSyncGiveBackWhatUnitsWereTold) {
     fsdp_modules(model)[1].unit().set_requires_gradient_sync(false);
     {
       const auto outer = model.no_sync();
-      const auto inner = model.no_sync();
+      { const auto inner = model.no_sync(); }
+      EXPECT_FALSE(fsdp_modules(model)[2].unit().unit()->policy.requires_gradient_sync) << "the outer one holds";
     }
     model(torch::ones({1, 4})).sum().backward();
     EXPECT_FALSE(fsdp_modules(model)[1].unit().unit()->policy.requires_gradient_sync);

@@ -322,6 +322,46 @@ TEST_P(Mixtures, KeepExpertsToTheirRanks) {
   });
 }
 
+// Backwards with and without synchronization, in any order, add up.
+TEST_P(Mixtures, OfBackwardsThatAreReducedAndThatAreNot) {
+  on_threads(GetParam(), [] {
+    const auto gradients_after = [](FSDPOptions options, const std::vector<bool>& synced) {
+      const Trial trial{.make = [] { return subjects::mlp(); }};
+      Subject subject = make_seeded(trial);
+      barrier();
+      options.auto_wrap_policy = ModuleWrapPolicy::of<torch::nn::Linear>();
+      const auto instance = fsdp::detail::wrap_module(*subject.module, options);
+      for (size_t i = 0; i < synced.size(); ++i) {
+        std::optional<FSDPInstance::NoSync> no_sync;
+        if (!synced[i]) {
+          no_sync.emplace(instance.no_sync());
+        }
+        subject.loss(rank(), static_cast<int>(i)).backward();
+      }
+      std::vector<at::Tensor> gradients;
+      for (const auto& parameter : subject.module->parameters()) {
+        gradients.push_back(parameter.grad().clone());
+      }
+      return gradients;
+    };
+    for (const auto strategy : {Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard}) {
+      for (const bool original : {false, true}) {
+        const FSDPOptions options{.sharding_strategy = strategy, .use_orig_params = original};
+        const auto wanted = gradients_after(options, {true, true, true, true, true});
+        for (const auto& synced : std::vector<std::vector<bool>>{
+                 {false, false, false, false, true},
+                 {true, false, true, false, true},
+                 {false, true, true, false, true}}) {
+          const auto got = gradients_after(options, synced);
+          for (size_t i = 0; i < wanted.size(); ++i) {
+            EXPECT_TRUE(torch::allclose(got[i], wanted[i], 1e-5, 1e-7)) << i;
+          }
+        }
+      }
+    }
+  });
+}
+
 // A plain module with several roots below it.
 TEST_P(Mixtures, MayHaveSeveralRootsBelowAPlainModule) {
   Trial trial{.make = [] { return skips(); }, .steps = 3};

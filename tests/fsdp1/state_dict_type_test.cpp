@@ -153,7 +153,8 @@ std::map<std::string, HeldTensor> buffers_in(const AnyStateDict& state) {
 TEST_P(StateDictTypes, HaveLoweredBuffersInTheirFormerDtype) {
   on_threads(GetParam(), [] {
     FSDPOptions options;
-    options.mixed_precision = {.buffer_dtype = torch::kBFloat16, .module_classes_to_ignore = {}};
+    options.mixed_precision = {
+        .param_dtype = torch::kBFloat16, .buffer_dtype = torch::kBFloat16, .module_classes_to_ignore = {}};
     for (const auto type : {kFullStateDict, kShardedStateDict, kLocalStateDict}) {
       auto model = make_wrapped(1, options), other = make_wrapped(2, options);
       const auto guard = state_dict_type(model, type), same = state_dict_type(other, type);

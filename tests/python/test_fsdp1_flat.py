@@ -136,6 +136,18 @@ def test_clipping():
         torch.testing.assert_close(*(model.clip_grad_norm_(0.01) for model in models))
 
 
+@on_ranks(2, comm=("gloo",))
+def test_the_norm_of_gradients_of_several_dtypes():
+    norms = []
+    for wrap in BOTH:
+        model = wrap(nn.Sequential(wrap(nn.Linear(5, 5).bfloat16()), nn.Linear(5, 5)))
+        for flat in model.parameters():
+            flat.grad = torch.full_like(flat, 2)
+        norms.append(model.clip_grad_norm_(1.0))
+    assert [norm.dtype for norm in norms] == [torch.float32, torch.float32]
+    torch.testing.assert_close(*norms)
+
+
 @on_ranks(2, comm=("shm", "gloo"))
 def test_gradient_accumulation():
     for strategy in STRATEGIES:

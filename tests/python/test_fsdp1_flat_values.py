@@ -12,7 +12,7 @@ import libfsdp
 from fsdp1_flat_subjects import BOTH, FSDP, TORCH, blocks, check_flats, check_training, flats_of
 from fsdp1_subjects import cleaned, loss_of, summoned, wrapped
 from harness import on_ranks
-from subjects import mine, rows, seeded
+from subjects import rows, seeded
 
 @on_ranks(2, comm=("gloo",))
 def test_what_is_registered():
