@@ -3,6 +3,7 @@
 import atexit
 import functools
 import time
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -59,11 +60,19 @@ def _group_of(mesh: DeviceMesh, dim: int, device: torch.device) -> _C.Group:
     return group_of_one() if mesh.size(dim) == 1 else group_of(mesh.get_group(dim), device)
 
 
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _C.Group]]" = weakref.WeakKeyDictionary()
+
+
 def group_of(process_group: dist.ProcessGroup, device: torch.device) -> _C.Group:
+    """As long as the process group is there: ranks may let go of their models at different times, and make new ones."""
     if process_group.size() == 1:
         return group_of_one()
     _let_gloo_finish_at_exit()
-    return _C.group_of(process_group, device, _shared_memory)
+    known = _groups.setdefault(process_group, {})
+    key = (device.type, _shared_memory)
+    if key not in known:
+        known[key] = _C.group_of(process_group, device, _shared_memory)
+    return known[key]
 
 
 @functools.cache

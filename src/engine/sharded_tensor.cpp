@@ -76,7 +76,7 @@ at::Tensor ShardedTensor::full_grad() const {
   constexpr const char* kOperation = "full_grad";
   const auto* flat = engine::flat_shard_of(local);
   const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(local);
-  const at::Tensor gradient = grad();
+  const at::Tensor gradient = flat != nullptr ? flat->gradient() : param.shard_gradient();
   const auto dtype = dtype_of_any(gradient, param.bucket().shard_group(), {kOperation, param.name()});
   if (!dtype) {
     return {};
@@ -88,8 +88,12 @@ at::Tensor ShardedTensor::full_grad() const {
 }
 
 at::Tensor ShardedTensor::grad() const {
-  const auto* flat = engine::flat_shard_of(local);
-  return flat != nullptr ? flat->gradient() : param_behind(local).shard_gradient();
+  if (engine::flat_shard_of(local) != nullptr) {
+    return local.grad();
+  }
+  const auto& param = param_behind(local);
+  const bool is_seen = param.bucket().flat_shard() == nullptr; // else it is in the flat one's
+  return is_seen && param.unit().policy.shows_waiting_gradients ? param.shard().grad() : param.shard_gradient();
 }
 
 bool is_sharded(const at::Tensor& tensor) {

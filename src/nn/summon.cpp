@@ -103,6 +103,10 @@ void check_not_summoned_by_one(torch::nn::Module& module) {
   }
 }
 
+bool waits(const std::unique_ptr<Param>& param) {
+  return param->gradient.defined();
+}
+
 bool is_first_rank(const Unit& unit) {
   return unit.mesh().coordinate(unit.mesh().ndim() - 1) == 0;
 }
@@ -141,6 +145,12 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
 
 // By all ranks, though some do not show them.
 void SummonedParams::Impl::gather_gradients(const Unit& unit) {
+  FSDP_CHECK(
+      !unit.policy.shows_waiting_gradients || std::none_of(unit.params().begin(), unit.params().end(), waits),
+      "[summon_full_params] with_grads shows gradients that all ranks have reduced, and those of '{}' wait, in "
+      "no_sync, for "
+      "a backward that does so: call it after that",
+      unit.display_name());
   for (const auto& param : unit.params()) {
     const at::Tensor gradient = sharded(param->shard()).full_grad();
     if (auto found = wholes.find(param.get()); found != wholes.end() && gradient.defined()) {

@@ -61,7 +61,8 @@ TEST_P(Guards, OfOneUnitLeaveThoseBelowFlat) {
 
 TEST_P(Guards, BetweenAForwardAndItsBackwardChangeNothing) {
   for (const bool use_orig_params : {false, true}) {
-    Trial trial{.make = subjects::mlp, .accumulate = Accumulate::kNoSync, .steps = 2, .flat = fsdp::nn::FlatCut{}};
+    Trial trial{.make = subjects::mlp, .steps = 2, .flat = fsdp::nn::FlatCut{}};
+    trial.accumulate = use_orig_params ? Accumulate::kNone : Accumulate::kNoSync; // whole gradients are reduced ones
     const auto reference = train_unsharded(trial, {GetParam()});
     on_threads(GetParam(), [&] {
       train_wrapped(trial, reference, [&](Subject& subject) {

@@ -191,6 +191,42 @@ TEST_P(WaitingGradients, AreWhatUsersMakeOfThem) {
   });
 }
 
+// As in PyTorch, where each rank's whole gradient counts as a part of all.
+TEST_P(WaitingGradients, AreWhatIsClipped) {
+  run([](Waiting& waiting, bool) {
+    waiting.backward_in_no_sync(1);
+    auto squares = torch::zeros({});
+    const bool is_cut = waiting.model.sharding_strategy() != ShardingStrategy::kNoShard;
+    for (int each = 0; each < (is_cut ? world_size() : 1); ++each) {
+      for (const auto& gradient : gradients_of_rank(is_cut ? each : rank(), {1})) {
+        squares += gradient.square().sum();
+      }
+    }
+    const auto before = waiting.shown()[0].clone();
+    const auto norm = waiting.model.clip_grad_norm_(0.5);
+    EXPECT_TRUE(torch::allclose(norm, squares.sqrt()));
+    EXPECT_TRUE(torch::allclose(waiting.shown()[0], before * 0.5 / norm, 1e-4));
+  });
+}
+
+TEST_P(WaitingGradients, AreNotShownAsThoseOfAllRanks) {
+  run([](Waiting& waiting, bool original) {
+    waiting.backward(0);
+    if (original) {
+      const auto guard = waiting.model.summon_full_params({.with_grads = true});
+      expect_gradients(waiting.shown(), means({0}), original);
+    }
+    waiting.backward_in_no_sync(1);
+    if (original) {
+      EXPECT_TRUE(contains(
+          error_message([&] { (void)waiting.model.summon_full_params({.with_grads = true}); }),
+          "wait, in no_sync, for"));
+    }
+    waiting.backward(2);
+    expect_gradients(waiting.reduced(), means({0, 1, 2}), original);
+  });
+}
+
 TEST_P(WaitingGradients, OfOtherSizesAreRefused) {
   run([](Waiting& waiting, bool) {
     waiting.backward_in_no_sync(1);

@@ -253,15 +253,15 @@ def keep_the_first(model):
     return model
 
 
+@pytest.mark.parametrize("after", range(4))
 @on_ranks(2, 3)
-def test_one_rank_looks_within_a_forward():
+def test_one_rank_looks_within_a_forward(after):
     def ordinary(model):
         return torch.optim.SGD(model.parameters(), lr=RATE).step
 
-    for after in range(4):
-        for always in (True, False):
-            for evaluates in (True, False):
-                check(ordinary, lambda: Looks(after, always), keep_the_first, evaluates=evaluates)
+    for always in (True, False):
+        for evaluates in (True, False):
+            check(ordinary, lambda: Looks(after, always), keep_the_first, evaluates=evaluates)
 
 
 @on_ranks(4, comm=("gloo",))

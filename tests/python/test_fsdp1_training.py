@@ -358,3 +358,27 @@ def test_what_is_written_between_a_forward_and_its_backward():
         model[2].weight.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("no")
+
+
+@on_ranks(1, 2, comm=("shm",))
+def test_a_model_goes_on_after_a_backward_that_broke_off():
+    model, reference = wrapped(seeded(blocks), FSDP), seeded(blocks)
+    hook = model[0].register_forward_hook(lambda _module, _given, output: Broken.apply(output))
+    with pytest.raises(RuntimeError, match="no"):
+        loss_of(model, mine(rows(0, 5))).backward()
+    hook.remove()
+    with pytest.raises(libfsdp.Error, match="call reset_iter_state.. on the root"):
+        model(mine(rows(0, 5)))
+    model.reset_iter_state()
+    model.zero_grad()
+    check_training(model, reference, exact=is_exact())

@@ -296,6 +296,10 @@ class FullyShardedDataParallel(nn.Module):
 
     _sync_gradients = True
 
+    def reset_iter_state(self) -> None:
+        """After an exception in the middle of a forward or backward: forgets the broken step. Call it on the root, on all ranks."""
+        self._fsdp_state.unit.reset_iter_state()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their norm is at most ``max_norm``; returns that norm. Collective."""
         if not self.check_is_root():
