@@ -103,6 +103,7 @@ TEST_F(BrokenSaves, AreErrorsWhereAFolderCannotBeWritten) {
     EXPECT_TRUE(contains(message, "[save] rank 0: [checkpoint] could not make the folder /proc/self/inner")) << message;
     EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(-1)); }), "a step of 0 or more, got -1"));
     EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(1), {.block_bytes = 8}); }), "got 8"));
+    EXPECT_TRUE(contains(error_message([&] { save("", run.to_save(1)); }), "[save] expected a folder"));
   });
 }
 
