@@ -23,8 +23,6 @@ namespace {
 
 using namespace disk; // NOLINT: what it is made of
 
-constexpr int64_t kLongestIndex = int64_t{1} << 30;
-
 /// What one rank gives to a checkpoint.
 class RankState {
  public:
@@ -106,15 +104,32 @@ std::string part_path(const std::string& folder, int rank) {
   return folder + "/" + file_name(rank, "json");
 }
 
+CheckpointIndex read_part(const std::string& folder, int rank) {
+  const std::string path = part_path(folder, rank);
+  return parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path);
+}
+
+// Before older checkpoints make room for it.
+void check_readable(const std::string& text, const std::string& path) {
+  FSDP_CHECK(
+      static_cast<int64_t>(text.size()) <= kLongestIndex,
+      "[save] {} would have {} bytes, and no more than {} are read: give larger block_bytes",
+      path,
+      text.size(),
+      kLongestIndex);
+  parse_index(text, path);
+}
+
 /// Writes the index, of which each rank has written its part.
 void write_index(const std::string& folder, int ranks) {
-  CheckpointIndex index;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const std::string path = part_path(folder, rank);
-    add_part(index, parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path));
+  CheckpointIndex index = read_part(folder, 0);
+  for (int rank = 1; rank < ranks; ++rank) {
+    add_part(index, read_part(folder, rank));
   }
   check_complete(index);
-  write_text(folder + "/" + kIndexName, to_text(index));
+  const std::string path = folder + "/" + kIndexName, text = to_text(index);
+  check_readable(text, path);
+  write_text(path, text);
   for (int rank = 0; rank < ranks; ++rank) {
     remove_file(part_path(folder, rank));
   }

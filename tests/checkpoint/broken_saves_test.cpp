@@ -107,6 +107,16 @@ TEST_F(BrokenSaves, AreErrorsWhereAFolderCannotBeWritten) {
   });
 }
 
+TEST_F(BrokenSaves, AreErrorsWhereRanksDisagree) {
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    const auto message = error_message([&] { save(folder(), run.to_save(1), {.block_bytes = rank() == 0 ? 32 : 64}); });
+    EXPECT_TRUE(contains(message, "block_bytes is 32 on one rank and 64 on another")) << message;
+    barrier();
+    EXPECT_TRUE(disk::names_in(folder()).empty());
+  });
+}
+
 /// What all of two ranks say of a checkpoint that was changed, whose values are not taken over.
 std::string complaint(const std::string& dir, const std::function<void(TrainingRun&)>& change_model = nullptr) {
   std::string complaint;
