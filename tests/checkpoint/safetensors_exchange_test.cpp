@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <fsdp/safetensors.h>
+#include <fsdp/save.h>
 
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
@@ -180,6 +181,27 @@ TEST_F(Exchanged, ErrorsLeaveNothingBehind) {
       }
     });
     EXPECT_EQ(bytes_of_file(folder() + kFile), before);
+  }
+}
+
+TEST_F(Exchanged, ViewsThatConjugateOrNegateAreResolved) {
+  const auto make_model = [](bool views) {
+    torch::nn::Linear model(3, 2);
+    const at::Tensor complex = torch::complex(torch::ones({3}), torch::arange(3.0)), real = torch::arange(4.0);
+    model->register_buffer("complex", views ? complex.conj() : complex);
+    model->register_buffer("real", views ? at::_neg_view(real) : real);
+    return model;
+  };
+  const auto model = make_model(true);
+  auto other = make_model(false), third = make_model(false);
+  export_safetensors(folder(), model);
+  import_safetensors(folder(), other);
+  save(folder("run"), {.model = model});
+  load(folder("run"), {.model = third});
+  for (const auto& item : model->named_buffers()) {
+    const at::Tensor wanted = item.value().resolve_conj().resolve_neg();
+    EXPECT_TRUE(other->named_buffers()[item.key()].equal(wanted)) << item.key();
+    EXPECT_TRUE(third->named_buffers()[item.key()].equal(wanted)) << item.key();
   }
 }
 
