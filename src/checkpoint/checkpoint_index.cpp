@@ -38,11 +38,16 @@ void add_numbers(OptimizerNumbers& known, const OptimizerNumbers& more) {
   }
 }
 
+void check_same(const char* what, int64_t known, int64_t more) {
+  FSDP_CHECK(
+      known == more, "[save] {} is {} on one rank and {} on another: give the same on all ranks", what, known, more);
+}
+
 } // namespace
 
 void add_part(CheckpointIndex& index, const CheckpointIndex& part) {
-  index.step = part.step;
-  index.block_bytes = part.block_bytes;
+  check_same("the step", index.step, part.step);
+  check_same("block_bytes", index.block_bytes, part.block_bytes);
   for (const auto& [name, tensor] : part.tensors) {
     const auto [place, is_new] = index.tensors.emplace(name, tensor);
     if (!is_new) {

@@ -57,7 +57,10 @@ std::string to_text(const CheckpointIndex& index);
 /// which names the file and the tensor, if not.
 CheckpointIndex parse_index(const std::string& text, const std::string& path);
 
-/// Adds what another rank has written. An Error if the ranks have saved different models.
+constexpr int64_t kLongestIndex = int64_t{1} << 30; ///< in bytes
+
+/// Adds to what one rank has written what another has. An Error if they have saved different models, or with different
+/// options.
 void add_part(CheckpointIndex& index, const CheckpointIndex& part);
 /// An Error if elements of a tensor are nowhere, or in two places.
 void check_complete(const CheckpointIndex& index);

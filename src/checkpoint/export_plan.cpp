@@ -1,5 +1,6 @@
 #include "checkpoint/export_plan.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <unordered_map>
 #include <unordered_set>
@@ -38,7 +39,27 @@ void lay_out(ExportFile& file, const ByName& by_name) {
   }
 }
 
+/// Takes the digits off, five or more.
+bool take_digits(std::string_view& text) {
+  const size_t count = std::min(text.find_first_not_of("0123456789"), text.size());
+  text.remove_prefix(count);
+  return count >= 5;
+}
+
+bool take(std::string_view& text, std::string_view begin) {
+  const bool found = text.starts_with(begin);
+  text.remove_prefix(found ? begin.size() : 0);
+  return found;
+}
+
 } // namespace
+
+bool is_file_of_export(std::string_view name) {
+  if (name == "model.safetensors") {
+    return true;
+  }
+  return take(name, "model-") && take_digits(name) && take(name, "-of-") && take_digits(name) && name == ".safetensors";
+}
 
 std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportSafetensorsOptions& options) {
   std::vector<ExportFile> files(1);

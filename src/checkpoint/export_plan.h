@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <fsdp/safetensors.h>
@@ -19,6 +20,9 @@ struct ExportFile {
 
 /// Spreads a model's tensors over files, tied ones once.
 std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportSafetensorsOptions& options);
+
+/// Whether files of exports have such names: the one, or one of several.
+bool is_file_of_export(std::string_view name);
 
 /// The index that says what is in which of several files.
 std::string weight_map(const std::vector<ExportFile>& files);

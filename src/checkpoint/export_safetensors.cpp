@@ -1,4 +1,6 @@
-#include <algorithm>
+#include <set>
+#include <string>
+#include <string_view>
 
 #include <fsdp/safetensors.h>
 
@@ -7,6 +9,7 @@
 #include "checkpoint/export_plan.h"
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
+#include "checkpoint/quietly.h"
 #include "checkpoint/replica_turns.h"
 #include "checkpoint/rows_in_file.h"
 
@@ -17,7 +20,7 @@ namespace {
 using namespace disk; // NOLINT: what it is made of
 
 constexpr const char* kWeightMapName = "model.safetensors.index.json";
-constexpr const char* kAside = ".tmp-";
+constexpr std::string_view kAside = ".tmp-";
 
 /// A model that is being exported, by all ranks.
 class Export {
@@ -42,23 +45,30 @@ class Export {
   }
 
  private:
+  /// What is half written makes room if there is an error.
   template <typename Body>
   void together(const Body& body) {
-    all_agree(*group_, {"export_safetensors", ""}, body);
+    try {
+      all_agree(*group_, {"export_safetensors", ""}, body);
+    } catch (const CommError&) {
+      throw; // other ranks may still write
+    } catch (const Error&) {
+      if (group_->rank() == 0) {
+        quietly([&] { remove_what_is_aside(); });
+      }
+      throw;
+    }
   }
 
   std::string aside(const std::string& name) const {
-    return dir_ + "/" + kAside + name;
+    return dir_ + "/" + std::string(kAside) + name;
   }
 
   // With their headers, and room for all elements.
   void make_files() const {
+    FSDP_CHECK(!dir_.empty(), "[export_safetensors] expected a folder, got no name: name one");
     make_folders(dir_);
-    for (const auto& name : names_in(dir_)) {
-      if (name.starts_with(std::string(kAside) + "model")) {
-        remove_file(dir_ + "/" + name);
-      }
-    }
+    remove_what_is_aside();
     for (const auto& file : files_) {
       File made = File::create(aside(file.name));
       made.write(file.text.data(), static_cast<int64_t>(file.text.size()));
@@ -93,26 +103,54 @@ class Export {
     }
   }
 
-  // The index last: it names the others. What an earlier export has left besides would be read in their place.
+  // Never together with what an earlier export has left. One file takes the place of what was there at once; before
+  // several come, that is removed. The index comes last: it names the others.
   void show_files() const {
-    std::vector<std::string> shown;
+    const bool several = files_.size() > 1;
+    if (several) {
+      remove_if_there(dir_ + "/model.safetensors");
+      remove_if_there(dir_ + "/" + kWeightMapName);
+      flush_folder(dir_);
+    }
+    std::set<std::string> shown;
     for (const auto& file : files_) {
-      shown.push_back(file.name);
+      rename_path(aside(file.name), dir_ + "/" + file.name);
+      shown.insert(file.name);
     }
-    if (files_.size() > 1) {
-      shown.emplace_back(kWeightMapName);
+    flush_folder(dir_);
+    if (several) {
+      rename_path(aside(kWeightMapName), dir_ + "/" + kWeightMapName);
+      shown.insert(kWeightMapName);
+      flush_folder(dir_);
     }
-    for (const auto& name : shown) {
-      rename_path(aside(name), dir_ + "/" + name);
-    }
+    remove_older(shown);
+  }
+
+  void remove_older(const std::set<std::string>& shown) const {
     for (const auto& name : names_in(dir_)) {
-      const bool is_of_export = name == kWeightMapName || name == "model.safetensors" ||
-                                (name.starts_with("model-") && name.ends_with(".safetensors"));
-      if (is_of_export && std::find(shown.begin(), shown.end(), name) == shown.end()) {
+      if (is_of_export(name) && shown.count(name) == 0) {
         remove_file(dir_ + "/" + name);
       }
     }
     flush_folder(dir_);
+  }
+
+  static bool is_of_export(std::string_view name) {
+    return name == kWeightMapName || is_file_of_export(name);
+  }
+
+  static void remove_if_there(const std::string& path) {
+    if (exists(path)) {
+      remove_file(path);
+    }
+  }
+
+  void remove_what_is_aside() const {
+    for (const auto& name : names_in(dir_)) {
+      if (name.starts_with(kAside) && is_of_export(std::string_view(name).substr(kAside.size()))) {
+        remove_file(dir_ + "/" + name);
+      }
+    }
   }
 
   std::string dir_;

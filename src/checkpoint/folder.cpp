@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdio>
+#include <memory>
 
 #include <dirent.h>
 #include <fcntl.h>
@@ -24,24 +25,46 @@ void make_folders(const std::string& path) {
   }
   const bool made = ::mkdir(path.c_str(), 0777) == 0;
   check_system(made || (errno == EEXIST && is_folder(path)), "make the folder", path);
+  if (made) {
+    flush_folder(slash == std::string::npos ? "." : slash == 0 ? "/" : path.substr(0, slash));
+  }
 }
 
-std::vector<std::string> names_in(const std::string& path) {
-  DIR* folder = ::opendir(path.c_str());
-  if (folder == nullptr && errno == ENOENT) {
-    return {};
+namespace {
+
+struct CloseFolder {
+  void operator()(DIR* folder) const {
+    ::closedir(folder);
   }
+};
+
+/// Of a folder that is open, which is closed.
+std::vector<std::string> names_behind(int descriptor, const std::string& path) {
+  const std::unique_ptr<DIR, CloseFolder> folder(::fdopendir(descriptor));
   check_system(folder != nullptr, "look into", path);
   std::vector<std::string> names;
-  while (const dirent* entry = ::readdir(folder)) {
+  errno = 0; // which tells an error from the end
+  while (const dirent* entry = ::readdir(folder.get())) {
     const std::string name = entry->d_name;
     if (name != "." && name != "..") {
       names.push_back(name);
     }
+    errno = 0;
   }
-  ::closedir(folder);
+  check_system(errno == 0, "look into", path);
   std::sort(names.begin(), names.end());
   return names;
+}
+
+} // namespace
+
+std::vector<std::string> names_in(const std::string& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0 && errno == ENOENT) {
+    return {};
+  }
+  check_system(descriptor >= 0, "look into", path);
+  return names_behind(descriptor, path);
 }
 
 bool is_file(const std::string& path) {
@@ -77,19 +100,30 @@ void remove_file(const std::string& path) {
   check_system(::unlink(path.c_str()) == 0, "remove", path);
 }
 
+namespace {
+
+bool is_there(const std::string& path, struct stat& status) {
+  const bool found = ::lstat(path.c_str(), &status) == 0;
+  check_system(found || errno == ENOENT, "look at", path);
+  return found;
+}
+
+} // namespace
+
 void remove_folder_tree(const std::string& path) {
-  for (const auto& name : names_in(path)) {
-    const std::string inner = path + "/" + name;
-    if (::unlink(inner.c_str()) != 0) {
-      const int code = errno;
-      struct stat status {};
-      const bool is_inner_folder = ::lstat(inner.c_str(), &status) == 0 && S_ISDIR(status.st_mode);
-      errno = code;
-      check_system(is_inner_folder || code == ENOENT, "remove", inner);
-      remove_folder_tree(inner);
-    }
+  struct stat status {};
+  if (!is_there(path, status)) {
+    return;
   }
-  check_system(::rmdir(path.c_str()) == 0 || errno == ENOENT, "remove", path);
+  if (!S_ISDIR(status.st_mode)) {
+    return remove_file(path);
+  }
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  check_system(descriptor >= 0, "look into", path);
+  for (const auto& name : names_behind(descriptor, path)) {
+    remove_folder_tree(path + "/" + name);
+  }
+  check_system(::rmdir(path.c_str()) == 0, "remove", path);
 }
 
 } // namespace fsdp::disk

@@ -21,8 +21,6 @@ namespace {
 
 using namespace disk; // NOLINT: what it is made of
 
-constexpr int64_t kLongestIndexRead = int64_t{1} << 30;
-
 std::string find_checkpoint(const std::string& dir) {
   if (is_file(dir + "/" + kIndexName)) {
     return dir;
@@ -34,7 +32,7 @@ std::string find_checkpoint(const std::string& dir) {
 
 CheckpointIndex read_index(const std::string& folder) {
   const std::string path = folder + "/" + kIndexName;
-  return parse_index(read_text(path, kLongestIndexRead, File::Links::kRefuse), path);
+  return parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path);
 }
 
 /// The rest of a name that begins so.

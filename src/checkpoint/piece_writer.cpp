@@ -5,6 +5,7 @@
 
 #include "checkpoint/crc32c.h"
 #include "checkpoint/safetensors_file.h"
+#include "checkpoint/stored_elements.h"
 #include "engine/internal_scope.h"
 #include "state/named_tensors.h"
 
@@ -45,7 +46,7 @@ std::vector<uint32_t> write_elements(SafetensorsWriter& writer, const HeldTensor
   std::vector<uint32_t> checksums;
   for (int64_t begin = 0; begin < elements.numel(); begin += at_once) {
     const int64_t count = std::min(at_once, elements.numel() - begin);
-    const at::Tensor block = elements.narrow(0, begin, count).to(c10::kCPU).contiguous();
+    const at::Tensor block = stored(elements.narrow(0, begin, count));
     checksums.push_back(crc32c(block.const_data_ptr(), block.nbytes()));
     writer.write(block.const_data_ptr(), static_cast<int64_t>(block.nbytes()));
   }

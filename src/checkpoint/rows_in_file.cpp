@@ -3,6 +3,7 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty_strided.h>
 
+#include "checkpoint/stored_elements.h"
 #include "engine/internal_scope.h"
 #include "layout/param_layout.h"
 #include "state/named_tensors.h"
@@ -43,7 +44,7 @@ at::Tensor places_of(const HeldTensor& held) {
 RowsInFile rows_in_file(const HeldTensor& held) {
   const engine::InternalScope scope;
   const Extent& extent = held.extent;
-  RowsInFile rows{layout::in_memory_order(state::as_piece(held)).detach().reshape({-1}).to(c10::kCPU).contiguous()};
+  RowsInFile rows{stored(layout::in_memory_order(state::as_piece(held)).detach().reshape({-1}))};
   if (lies_row_by_row(held)) {
     for (int64_t i = 0; i < extent.count; ++i) {
       rows.runs.push_back({i * extent.run, extent.first + i * extent.stride, extent.run});

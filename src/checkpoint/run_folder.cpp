@@ -8,6 +8,7 @@
 
 #include "base/log.h"
 #include "checkpoint/folder.h"
+#include "checkpoint/quietly.h"
 
 namespace fsdp::disk {
 
@@ -78,8 +79,9 @@ std::string RunFolder::unfinished(int64_t step) const {
 
 std::string RunFolder::begin(int64_t step) const {
   make_folders(path_);
-  remove_unfinished();
   std::string begun = unfinished(step);
+  remove_folder_tree(begun);
+  remove_unfinished();
   make_folders(begun);
   return begun;
 }
@@ -100,7 +102,7 @@ std::string RunFolder::finish(const std::string& begun, int64_t step) const {
   rename_path(begun, path_ + "/" + name);
   flush_folder(path_);
   for (const auto& old : replaced) {
-    remove(old);
+    quietly([&] { remove(old); });
   }
   return path_ + "/" + name;
 }
@@ -109,7 +111,7 @@ void RunFolder::keep_last(int64_t count, const std::string& kept) const {
   const auto all = entries();
   for (int64_t i = 0; i + count < static_cast<int64_t>(all.size()); ++i) {
     if (path_ + "/" + all[i].name != kept) {
-      remove(all[i].name);
+      quietly([&] { remove(all[i].name); });
     }
   }
 }
@@ -126,7 +128,7 @@ void RunFolder::remove(const std::string& name) const {
 void RunFolder::remove_unfinished() const {
   for (const auto& name : names_in(path_)) {
     if (name.starts_with(kUnfinished)) {
-      remove_folder_tree(path_ + "/" + name);
+      quietly([&] { remove_folder_tree(path_ + "/" + name); });
     }
   }
 }

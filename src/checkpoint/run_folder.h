@@ -22,12 +22,12 @@ class RunFolder {
 
   /// Where a step is while it is being written.
   std::string unfinished(int64_t step) const;
-  /// Makes that, empty. What an interrupted run has left is removed before.
+  /// Makes that, empty. What an interrupted run has left is removed before, and may stay if it is another step's.
   std::string begin(int64_t step) const;
   /// Makes what was begun the checkpoint of its step, whose path is returned. Its files have to be on the disk; then it
-  /// is there whatever happens afterwards, and older ones of this step are not.
+  /// is there whatever happens afterwards, and older ones of this step are not, but for what cannot be removed.
   std::string finish(const std::string& begun, int64_t step) const;
-  /// All but the last `count` are removed, but never `kept`.
+  /// All but the last `count` are removed, but never `kept`; of what cannot be removed there is a warning.
   void keep_last(int64_t count, const std::string& kept) const;
 
  private:

@@ -6,13 +6,13 @@
 #include <c10/util/accumulate.h>
 
 #include "base/check.h"
-#include "base/log.h"
 #include "checkpoint/all_agree.h"
 #include "checkpoint/checkpoint_index.h"
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/names_in_index.h"
 #include "checkpoint/piece_writer.h"
+#include "checkpoint/quietly.h"
 #include "checkpoint/random_state.h"
 #include "checkpoint/replica_turns.h"
 #include "checkpoint/run_folder.h"
@@ -22,8 +22,6 @@ namespace fsdp {
 namespace {
 
 using namespace disk; // NOLINT: what it is made of
-
-constexpr int64_t kLongestIndex = int64_t{1} << 30;
 
 /// What one rank gives to a checkpoint.
 class RankState {
@@ -106,21 +104,39 @@ std::string part_path(const std::string& folder, int rank) {
   return folder + "/" + file_name(rank, "json");
 }
 
+CheckpointIndex read_part(const std::string& folder, int rank) {
+  const std::string path = part_path(folder, rank);
+  return parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path);
+}
+
+// Before older checkpoints make room for it.
+void check_readable(const std::string& text, const std::string& path) {
+  FSDP_CHECK(
+      static_cast<int64_t>(text.size()) <= kLongestIndex,
+      "[save] {} would have {} bytes, and no more than {} are read: give larger block_bytes",
+      path,
+      text.size(),
+      kLongestIndex);
+  parse_index(text, path);
+}
+
 /// Writes the index, of which each rank has written its part.
 void write_index(const std::string& folder, int ranks) {
-  CheckpointIndex index;
-  for (int rank = 0; rank < ranks; ++rank) {
-    const std::string path = part_path(folder, rank);
-    add_part(index, parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path));
+  CheckpointIndex index = read_part(folder, 0);
+  for (int rank = 1; rank < ranks; ++rank) {
+    add_part(index, read_part(folder, rank));
   }
   check_complete(index);
-  write_text(folder + "/" + kIndexName, to_text(index));
+  const std::string path = folder + "/" + kIndexName, text = to_text(index);
+  check_readable(text, path);
+  write_text(path, text);
   for (int rank = 0; rank < ranks; ++rank) {
     remove_file(part_path(folder, rank));
   }
 }
 
-void check(const StateToSave& state, const SaveOptions& options) {
+void check(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
+  FSDP_CHECK(!dir.empty(), "[save] expected a folder, got no name: name one");
   FSDP_CHECK(state.step >= 0, "[save] expected a step of 0 or more, got {}", state.step);
   FSDP_CHECK(
       options.block_bytes >= 16 && options.block_bytes % 16 == 0 && options.block_bytes <= int64_t{1} << 30,
@@ -132,7 +148,7 @@ void check(const StateToSave& state, const SaveOptions& options) {
 class Save {
  public:
   Save(const std::string& dir, const StateToSave& state, const SaveOptions& options)
-      : run_(dir), begun_(run_.unfinished(state.step)), state_(state), options_(options) {
+      : dir_(dir), run_(dir), begun_(run_.unfinished(state.step)), state_(state), options_(options) {
     group_ = group_or_world(options.group);
     rank_ = group_->rank();
   }
@@ -140,7 +156,7 @@ class Save {
   std::string run() {
     RankState mine(rank_);
     together([&] {
-      check(state_, options_);
+      check(dir_, state_, options_);
       mine.add(state_);
       if (rank_ == 0) {
         run_.begin(state_.step);
@@ -182,21 +198,13 @@ class Save {
     }
   }
 
-  template <typename Body>
-  static void quietly(const Body& body) {
-    try {
-      body();
-    } catch (const Error& error) {
-      log::warn("{}", error.what());
-    }
-  }
-
   void remove_older(const std::string& kept) const {
     if (options_.keep_last > 0) {
       quietly([&] { run_.keep_last(options_.keep_last, kept); });
     }
   }
 
+  std::string dir_;
   RunFolder run_;
   std::string begun_;
   const StateToSave& state_;

@@ -103,6 +103,17 @@ TEST_F(BrokenSaves, AreErrorsWhereAFolderCannotBeWritten) {
     EXPECT_TRUE(contains(message, "[save] rank 0: [checkpoint] could not make the folder /proc/self/inner")) << message;
     EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(-1)); }), "a step of 0 or more, got -1"));
     EXPECT_TRUE(contains(error_message([&] { save(folder(), run.to_save(1), {.block_bytes = 8}); }), "got 8"));
+    EXPECT_TRUE(contains(error_message([&] { save("", run.to_save(1)); }), "[save] expected a folder"));
+  });
+}
+
+TEST_F(BrokenSaves, AreErrorsWhereRanksDisagree) {
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    const auto message = error_message([&] { save(folder(), run.to_save(1), {.block_bytes = rank() == 0 ? 32 : 64}); });
+    EXPECT_TRUE(contains(message, "block_bytes is 32 on one rank and 64 on another")) << message;
+    barrier();
+    EXPECT_TRUE(disk::names_in(folder()).empty());
   });
 }
 

@@ -99,6 +99,51 @@ TEST_F(RunFolders, RemoveFoldersButNotWhatLinksPointTo) {
   EXPECT_TRUE(is_file((std::filesystem::path(path()).parent_path().parent_path() / "other").string()));
 }
 
+TEST_F(RunFolders, KeepWhatLinksPointTo) {
+  const std::string other = path() + "-other/step-00000001";
+  make_folders(other);
+  write_text(other + "/" + kIndexName, text_of(1));
+  make_folders(path());
+  std::filesystem::create_directory_symlink(other, path() + "/step-00000001");
+  write(2, /*keep=*/1);
+  EXPECT_EQ(names_in(path()), (Names{"step-00000002"}));
+  EXPECT_EQ(names_in(other), (Names{kIndexName}));
+  std::filesystem::create_directory_symlink(other, path() + "/.tmp-step-00000003");
+  write(3);
+  EXPECT_EQ(names_in(path()), (Names{"step-00000002", "step-00000003"}));
+  EXPECT_EQ(names_in(other), (Names{kIndexName}));
+}
+
+TEST_F(RunFolders, GetCheckpointsWhateverCannotBeRemoved) {
+  const std::string left = path() + "/.tmp-step-00000009";
+  make_folders(left);
+  write_text(left + "/.nfs0001", "in use");
+  write_text(path() + "/.tmp-step-00000008", "a file");
+  testing::refuse_to_remove("/.nfs0001");
+  EXPECT_EQ(write(1), path() + "/step-00000001");
+  EXPECT_TRUE(contains(error_message([&] { write(9); }), "could not remove " + left + "/.nfs0001"));
+  testing::refuse_to_remove("/rank.safetensors");
+  EXPECT_EQ(write(1), path() + "/step-00000001.1");
+  EXPECT_EQ(write(2, /*keep=*/1), path() + "/step-00000002");
+  testing::refuse_to_remove("");
+  EXPECT_EQ(write(3, /*keep=*/1), path() + "/step-00000003");
+  EXPECT_EQ(names_in(path()), (Names{"step-00000003"}));
+}
+
+TEST_F(RunFolders, ThatCannotBeReadToTheirEndAreNamed) {
+  write(1);
+  testing::fail_to_list(true);
+  const auto message = error_message([&] { RunFolder(path()).latest(); });
+  testing::fail_to_list(false);
+  EXPECT_TRUE(contains(message, "could not look into " + path())) << message;
+}
+
+TEST_F(RunFolders, AreOnTheDiskWithTheFoldersAboveThem) {
+  testing::fail_from_point(-1);
+  make_folders(path());
+  EXPECT_EQ(testing::points(), 4) << "two folders are made, and the names of both are flushed";
+}
+
 int64_t step_of(const std::string& checkpoint) {
   return checkpoint.find("step-00000001") != std::string::npos ? 1 : 2;
 }

@@ -3,7 +3,11 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <fsdp/safetensors.h>
+#include <fsdp/save.h>
 
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
@@ -98,6 +102,112 @@ TEST_F(Exchanged, WhatAnEarlierExportLeftIsRemoved) {
   EXPECT_EQ(std::count(numbered.begin(), numbered.end(), kFile + 1), 0);
   export_safetensors(folder(), net);
   EXPECT_EQ(disk::names_in(folder()), (std::vector<std::string>{"config.json", kFile + 1}));
+}
+
+TEST_F(Exchanged, FilesThatAreNoExportsStay) {
+  const std::vector<std::string> others{
+      ".tmp-model-mine.safetensors",
+      "model-00001-of-00002-ema.safetensors",
+      "model-00001-of-x.safetensors",
+      "model-1-of-2.safetensors",
+      "model-best.safetensors",
+      "model-ema.safetensors"};
+  disk::make_folders(folder());
+  for (const auto& name : others) {
+    disk::write_text(folder() + "/" + name, "text");
+  }
+  for (const auto* name : {".tmp-model-00001-of-00009.safetensors", "model-00009-of-00009.safetensors"}) {
+    disk::write_text(folder() + "/" + name, "text");
+  }
+  export_safetensors(folder(), OddNet(1000));
+  auto wanted = others;
+  wanted.emplace_back(kFile + 1);
+  EXPECT_EQ(disk::names_in(folder()), wanted);
+}
+
+/// Whether it could be imported.
+bool imports(const std::string& folder, OddNet& net) {
+  try {
+    import_safetensors(folder, net);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+TEST_F(Exchanged, ExportsAreNeverMixedWhereverTheProcessIsKilled) {
+  OddNet first(1000), second(3);
+  const auto old = full_state_dict(first), fresh = full_state_dict(second);
+  for (const int64_t bytes_before : {200, 100'000}) {
+    bool ended = false;
+    int64_t point = 0;
+    for (; !ended; ++point) {
+      export_safetensors(folder(), first, {.max_shard_bytes = bytes_before});
+      const pid_t child = fork();
+      if (child == 0) {
+        kill_at_point(point);
+        export_safetensors(folder(), second, {.max_shard_bytes = 200});
+        _exit(0);
+      }
+      int status = 0;
+      waitpid(child, &status, 0);
+      ended = WIFEXITED(status);
+      OddNet net(5);
+      if (imports(folder(), net)) {
+        const bool is_old = full_state_dict(net)["scale"].equal(old["scale"]);
+        expect_same_model(net, is_old ? old : fresh);
+        EXPECT_FALSE(ended && is_old);
+      } else {
+        EXPECT_FALSE(ended);
+      }
+    }
+    EXPECT_GT(point, 20);
+  }
+}
+
+TEST_F(Exchanged, ErrorsLeaveNothingBehind) {
+  export_safetensors(folder(), OddNet(1000));
+  const std::string before = bytes_of_file(folder() + kFile);
+  for (const int failing : {0, 1}) {
+    on_threads(2, [&] {
+      OddNet net = make(Form::kRows, 3);
+      fail_from_point(rank() == failing ? 6 : -1);
+      const auto message = error_message([&] { export_safetensors(folder(), net, {.max_shard_bytes = 200}); });
+      fail_from_point(-1);
+      EXPECT_TRUE(contains(message, "No space left on device")) << message;
+      barrier();
+      for (const auto& name : disk::names_in(folder())) {
+        EXPECT_FALSE(name.starts_with(".tmp") && failing == 1) << name; // a disk that can do nothing removes nothing
+      }
+    });
+    EXPECT_EQ(bytes_of_file(folder() + kFile), before);
+  }
+}
+
+TEST_F(Exchanged, ViewsThatConjugateOrNegateAreResolved) {
+  const auto make_model = [](bool views) {
+    torch::nn::Linear model(3, 2);
+    const at::Tensor complex = torch::complex(torch::ones({3}), torch::arange(3.0)), real = torch::arange(4.0);
+    model->register_buffer("complex", views ? complex.conj() : complex);
+    model->register_buffer("real", views ? at::_neg_view(real) : real);
+    return model;
+  };
+  const auto model = make_model(true);
+  auto other = make_model(false), third = make_model(false);
+  export_safetensors(folder(), model);
+  import_safetensors(folder(), other);
+  save(folder("run"), {.model = model});
+  load(folder("run"), {.model = third});
+  for (const auto& item : model->named_buffers()) {
+    const at::Tensor wanted = item.value().resolve_conj().resolve_neg();
+    EXPECT_TRUE(other->named_buffers()[item.key()].equal(wanted)) << item.key();
+    EXPECT_TRUE(third->named_buffers()[item.key()].equal(wanted)) << item.key();
+  }
+}
+
+TEST_F(Exchanged, AFolderHasAName) {
+  const auto message = error_message([&] { export_safetensors("", torch::nn::Linear(2, 2)); });
+  EXPECT_TRUE(contains(message, "[export_safetensors] rank 0: [export_safetensors] expected a folder")) << message;
 }
 
 TEST_F(Exchanged, NamesMayDiffer) {

@@ -6,7 +6,9 @@
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
+#include <string_view>
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -19,6 +21,8 @@ namespace {
 thread_local int64_t t_fails_from = -1;
 thread_local int64_t t_points = 0;
 thread_local std::string t_ending; // NOLINT
+thread_local std::string t_in_use; // NOLINT
+thread_local bool t_fails_to_list = false;
 thread_local int64_t t_bytes_read = 0;
 std::atomic<int64_t> g_killed_at = -1;
 std::atomic<int64_t> g_points = 0;
@@ -39,6 +43,14 @@ bool pass_point() {
     errno = ENOSPC;
   }
   return !fails;
+}
+
+bool may_remove(const char* path) {
+  const bool in_use = !t_in_use.empty() && std::string_view(path).ends_with(t_in_use);
+  if (in_use) {
+    errno = EBUSY;
+  }
+  return !in_use;
 }
 
 std::string path_of(int descriptor) {
@@ -64,6 +76,14 @@ int64_t points() {
   return t_points;
 }
 
+void refuse_to_remove(const std::string& ending) {
+  t_in_use = ending;
+}
+
+void fail_to_list(bool fails) {
+  t_fails_to_list = fails;
+}
+
 void count_reads_of(const std::string& ending) {
   t_ending = ending;
   t_bytes_read = 0;
@@ -75,6 +95,7 @@ int64_t bytes_read() {
 
 } // namespace fsdp::testing
 
+using fsdp::testing::may_remove;
 using fsdp::testing::next;
 using fsdp::testing::pass_point;
 
@@ -134,11 +155,20 @@ __attribute__((visibility("default"))) int rename(const char* from, const char* 
 
 __attribute__((visibility("default"))) int unlink(const char* path) noexcept {
   static const auto real = next(&::unlink, "unlink");
-  return pass_point() ? real(path) : -1;
+  return may_remove(path) && pass_point() ? real(path) : -1;
 }
 
 __attribute__((visibility("default"))) int rmdir(const char* path) noexcept {
   static const auto real = next(&::rmdir, "rmdir");
-  return pass_point() ? real(path) : -1;
+  return may_remove(path) && pass_point() ? real(path) : -1;
+}
+
+__attribute__((visibility("default"))) dirent* readdir(DIR* folder) {
+  static const auto real = next(&::readdir, "readdir");
+  if (fsdp::testing::t_fails_to_list) {
+    errno = EIO;
+    return nullptr;
+  }
+  return real(folder);
 }
 }

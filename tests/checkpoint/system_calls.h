@@ -15,6 +15,11 @@ void kill_at_point(int64_t point);
 /// This thread's points since `fail_from_point`.
 int64_t points();
 
+/// Of this thread: what has such a path's ending cannot be removed, as if somebody used it. "": everything can.
+void refuse_to_remove(const std::string& ending);
+/// Of this thread: folders cannot be read to their end.
+void fail_to_list(bool fails);
+
 /// Bytes that this thread has read from files whose paths end so, since it said so.
 void count_reads_of(const std::string& ending);
 int64_t bytes_read();

@@ -1,0 +1,19 @@
+#pragma once
+
+#include <fsdp/error.h>
+
+#include "base/log.h"
+
+namespace fsdp::disk {
+
+/// Does what is in the way of nothing if it fails: then there is a warning.
+template <typename Body>
+void quietly(const Body& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    log::warn("{}", error.what());
+  }
+}
+
+} // namespace fsdp::disk
