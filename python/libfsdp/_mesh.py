@@ -2,6 +2,7 @@
 
 import atexit
 import functools
+import os
 import time
 import weakref
 
@@ -60,7 +61,7 @@ def _group_of(mesh: DeviceMesh, dim: int, device: torch.device) -> _C.Group:
     return group_of_one() if mesh.size(dim) == 1 else group_of(mesh.get_group(dim), device)
 
 
-_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, bool], _C.Group]]" = weakref.WeakKeyDictionary()
+_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], _C.Group]]" = weakref.WeakKeyDictionary()
 
 
 def group_of(process_group: dist.ProcessGroup, device: torch.device) -> _C.Group:
@@ -69,7 +70,7 @@ def group_of(process_group: dist.ProcessGroup, device: torch.device) -> _C.Group
         return group_of_one()
     _let_gloo_finish_at_exit()
     known = _groups.setdefault(process_group, {})
-    key = (device.type, _shared_memory)
+    key = (device.type, _shared_memory, os.environ.get("FSDP_SHM"))
     if key not in known:
         known[key] = _C.group_of(process_group, device, _shared_memory)
     return known[key]

@@ -18,8 +18,8 @@ constexpr int64_t kModel = (6 * kWidth * kWidth + 6 * kWidth) * 4 * kDepth; // b
 constexpr int64_t kRoom = 64 * kMebibyte; // for what a process makes from now on
 static_assert(3 * kRoom <= 2 * kModel);
 
-/// Tensors are the process's own, and none of them in memory that ranks share, for which the limit is not. What is freed
-/// goes back to the system at once: else the holes in the heap decide, which are others each time.
+/// Tensors are the process's own, and none of them in memory that ranks share, for which the limit is not. What is
+/// freed goes back to the system at once: else the holes in the heap decide, which are others each time.
 const ProcessOptions kPrivateMemory{
     .environment = {{"FSDP_ARENA_MB", "0"}, {"MALLOC_MMAP_THRESHOLD_", "65536"}, {"MALLOC_ARENA_MAX", "1"}}};
 
