@@ -65,7 +65,8 @@ _groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[object, ...], 
 
 
 def group_of(process_group: dist.ProcessGroup, device: torch.device) -> _C.Group:
-    """As long as the process group is there: ranks may let go of their models at different times, and make new ones."""
+    """The same one each time, since meshes are equal if their groups are the same; as long as the process group is there, since
+    ranks may let go of their models at different times, and make new ones."""
     if process_group.size() == 1:
         return group_of_one()
     _let_gloo_finish_at_exit()
