@@ -1,10 +1,12 @@
 #include "checkpoint/all_agree.h"
 
+#include <algorithm>
 #include <string>
 
 #include <fsdp/init.h>
 
 #include "base/check.h"
+#include "checkpoint/quietly.h"
 
 namespace fsdp::disk {
 
@@ -32,8 +34,13 @@ std::shared_ptr<Group> group_or_world(const std::shared_ptr<Group>& given) {
   return is_initialized() ? world() : group_of_one();
 }
 
-void all_agree(Group& group, const Label& label, const std::function<void()>& body) {
+void all_agree(
+    Group& group, const Label& label, const std::function<void()>& body, const std::function<void()>& clean_up) {
   const auto errors = group.exchange(error_of(body), label);
+  const bool failed = std::any_of(errors.begin(), errors.end(), [](const auto& error) { return !error.empty(); });
+  if (failed && clean_up && group.rank() == 0) {
+    quietly(clean_up);
+  }
   for (size_t rank = 0; rank < errors.size(); ++rank) {
     FSDP_CHECK(errors[rank].empty(), "[{}] rank {}: {}", label.operation, rank, errors[rank]);
   }

@@ -11,7 +11,11 @@ namespace fsdp::disk {
 std::shared_ptr<Group> group_or_world(const std::shared_ptr<Group>& given);
 
 /// Does something on all ranks. If it is an error on any, it is an Error on all, which says what the first of these
-/// ranks said. Collective.
-void all_agree(Group& group, const Label& label, const std::function<void()>& body);
+/// ranks said; the first rank then cleans up, unless others may still be at it. Collective.
+void all_agree(
+    Group& group,
+    const Label& label,
+    const std::function<void()>& body,
+    const std::function<void()>& clean_up = nullptr);
 
 } // namespace fsdp::disk

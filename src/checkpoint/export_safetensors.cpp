@@ -1,3 +1,4 @@
+#include <functional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -9,7 +10,6 @@
 #include "checkpoint/export_plan.h"
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
-#include "checkpoint/quietly.h"
 #include "checkpoint/replica_turns.h"
 #include "checkpoint/rows_in_file.h"
 
@@ -46,18 +46,8 @@ class Export {
 
  private:
   /// What is half written makes room if there is an error.
-  template <typename Body>
-  void together(const Body& body) {
-    try {
-      all_agree(*group_, {"export_safetensors", ""}, body);
-    } catch (const CommError&) {
-      throw; // other ranks may still write
-    } catch (const Error&) {
-      if (group_->rank() == 0) {
-        quietly([&] { remove_what_is_aside(); });
-      }
-      throw;
-    }
+  void together(const std::function<void()>& body) {
+    all_agree(*group_, {"export_safetensors", ""}, body, [&] { remove_what_is_aside(); });
   }
 
   std::string aside(const std::string& name) const {

@@ -18,6 +18,21 @@ namespace {
 // The system takes no more than 2 GiB at once, and on some file systems is slow to be interrupted.
 constexpr int64_t kMostAtOnce = int64_t{1} << 28;
 
+/// `write`: of so many bytes from a place on, as many as the system takes at once.
+template <typename Write>
+void write_all(const void* from, int64_t bytes, const std::string& path, const Write& write) {
+  const auto* place = static_cast<const char*>(from);
+  while (bytes > 0) {
+    const ssize_t count = write(place, static_cast<size_t>(std::min(bytes, kMostAtOnce)));
+    if (count < 0 && errno == EINTR) {
+      continue;
+    }
+    check_system(count >= 0, "write", path);
+    place += count;
+    bytes -= count;
+  }
+}
+
 } // namespace
 
 File::File(std::string path, int descriptor, int64_t size)
@@ -82,31 +97,17 @@ void File::read(int64_t offset, void* to, int64_t bytes) const {
 }
 
 void File::write(const void* from, int64_t bytes) {
-  const auto* place = static_cast<const char*>(from);
-  while (bytes > 0) {
-    const ssize_t count = ::write(descriptor_, place, static_cast<size_t>(std::min(bytes, kMostAtOnce)));
-    if (count < 0 && errno == EINTR) {
-      continue;
-    }
-    check_system(count >= 0, "write", path_);
-    place += count;
-    size_ += count;
-    bytes -= count;
-  }
+  write_all(from, bytes, path_, [this](const char* place, size_t most) {
+    const ssize_t count = ::write(descriptor_, place, most);
+    size_ += std::max<ssize_t>(count, 0);
+    return count;
+  });
 }
 
 void File::write_at(int64_t offset, const void* from, int64_t bytes) {
-  const auto* place = static_cast<const char*>(from);
-  while (bytes > 0) {
-    const ssize_t count = ::pwrite(descriptor_, place, static_cast<size_t>(std::min(bytes, kMostAtOnce)), offset);
-    if (count < 0 && errno == EINTR) {
-      continue;
-    }
-    check_system(count >= 0, "write", path_);
-    place += count;
-    offset += count;
-    bytes -= count;
-  }
+  write_all(from, bytes, path_, [this, from, offset](const char* place, size_t most) {
+    return ::pwrite(descriptor_, place, most, offset + (place - static_cast<const char*>(from)));
+  });
 }
 
 void File::extend(int64_t bytes) {

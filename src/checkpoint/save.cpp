@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <functional>
 
 #include <c10/util/accumulate.h>
 
@@ -184,18 +185,8 @@ class Save {
   inline static const Label kLabel{"save", ""};
 
   /// What is half written makes room if there is an error.
-  template <typename Body>
-  void together(const Body& body) {
-    try {
-      all_agree(*group_, kLabel, body);
-    } catch (const CommError&) {
-      throw; // other ranks may still write
-    } catch (const Error&) {
-      if (rank_ == 0) {
-        quietly([&] { remove_folder_tree(begun_); });
-      }
-      throw;
-    }
+  void together(const std::function<void()>& body) {
+    all_agree(*group_, kLabel, body, [&] { remove_folder_tree(begun_); });
   }
 
   void remove_older(const std::string& kept) const {

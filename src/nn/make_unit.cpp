@@ -76,9 +76,9 @@ std::string text_of(const ReshardAfterForward& policy) {
 // Each rank may ignore modules of its own, whose numbers others do without.
 void warn_of_other_names(const Group& group, const std::string& mine, const engine::OtherText& other) {
   log::warn(
-      "[FullyShardedDataParallel] rank {} and rank {} have other names for the parameters of a flat "
-      "one:\n{}against\n{}They "
-      "are trained as one in this order. Build the same model on every rank, unless the ranks ignore different modules",
+      "[FullyShardedDataParallel] rank {} and rank {} have other names for the parameters of a flat one:\n"
+      "{}against\n{}They are trained as one in this order. Build the same model on every rank, unless the ranks ignore "
+      "different modules",
       group.rank(),
       other.rank,
       mine,

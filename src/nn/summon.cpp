@@ -147,9 +147,8 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
 void SummonedParams::Impl::gather_gradients(const Unit& unit) {
   FSDP_CHECK(
       !unit.policy.shows_waiting_gradients || std::none_of(unit.params().begin(), unit.params().end(), waits),
-      "[summon_full_params] with_grads shows gradients that all ranks have reduced, and those of '{}' wait, in "
-      "no_sync, for "
-      "a backward that does so: call it after that",
+      "[summon_full_params] with_grads shows reduced gradients, and those of '{}' wait, in no_sync, for a backward "
+      "that reduces them: call it after that",
       unit.display_name());
   for (const auto& param : unit.params()) {
     const at::Tensor gradient = sharded(param->shard()).full_grad();

@@ -1,6 +1,7 @@
 // Arguments that lead to something else than was asked for, with a warning, or to an error.
 
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -8,20 +9,10 @@ namespace {
 
 namespace nn = torch::nn;
 
-using Wrapped = FullyShardedDataParallel<nn::Sequential>;
-
-nn::Sequential two_layers() {
-  return nn::Sequential(nn::Linear(4, 4), nn::Linear(4, 4));
-}
-
 nn::Sequential half_frozen() {
   auto layers = two_layers();
   layers[0]->as<nn::Linear>()->bias.set_requires_grad(false);
   return layers;
-}
-
-std::optional<AutoWrapPolicy> linears() {
-  return ModuleWrapPolicy::of<nn::Linear>();
 }
 
 std::string warnings_of(const std::function<void()>& body) {

@@ -4,16 +4,13 @@
 
 #include "engine/flat_shard.h"
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
-
-nn::Sequential two_layers() {
-  return nn::Sequential(nn::Linear(4, 4), nn::Linear(4, 4));
-}
 
 void show_as_one(nn::Module& module) {
   fsdp::nn::make_unit({&module}, {}, fsdp::nn::FlatCut{.alignment = 1, .shown_as_one = true});

@@ -3,6 +3,7 @@
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -10,17 +11,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-using Wrapped = FullyShardedDataParallel<nn::Sequential>;
-
 constexpr std::chrono::seconds kShort(20); // ranks that wait for one another fail soon
-
-nn::Sequential two_layers() {
-  return nn::Sequential(nn::Linear(4, 4), nn::Linear(4, 4));
-}
-
-std::optional<AutoWrapPolicy> linears() {
-  return ModuleWrapPolicy::of<nn::Linear>();
-}
 
 class Guards : public ::testing::TestWithParam<int> {};
 

@@ -1,21 +1,12 @@
 // FullyShardedDataParallel: each argument and method, and what is said of mistakes.
 
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "support/error_message.h"
 #include "support/scoped_environment.h"
 
 namespace fsdp::testing {
 namespace {
-
-using Wrapped = FullyShardedDataParallel<torch::nn::Sequential>;
-
-torch::nn::Sequential two_layers() {
-  return torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::Linear(4, 4));
-}
-
-std::optional<AutoWrapPolicy> linears() {
-  return ModuleWrapPolicy::of<torch::nn::Linear>();
-}
 
 FSDPModule wrap_subject(Subject& subject, FSDPOptions options) {
   options.auto_wrap_policy = ModuleWrapPolicy::of<subjects::Block>();

@@ -5,6 +5,7 @@
 #include "engine/bucket.h"
 #include "engine/unit.h"
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "nn/watched.h"
 #include "support/error_message.h"
 
@@ -13,22 +14,12 @@ namespace {
 
 namespace nn = torch::nn;
 
-using Wrapped = FullyShardedDataParallel<nn::Sequential>;
-
-nn::Sequential two_layers() {
-  return nn::Sequential(nn::Linear(4, 4), nn::Linear(4, 4));
-}
-
 nn::Sequential filled(nn::Sequential layers, double value) {
   torch::NoGradGuard no_grad;
   for (auto& parameter : layers->parameters()) {
     parameter.fill_(value);
   }
   return layers;
-}
-
-std::optional<AutoWrapPolicy> linears() {
-  return ModuleWrapPolicy::of<nn::Linear>();
 }
 
 AutoWrapPolicy linears_with(WrapOverride change) {

@@ -2,14 +2,13 @@
 
 #include "engine/unit.h"
 #include "fsdp1/train.h"
+#include "fsdp1/two_layers.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
-
-using Wrapped = FullyShardedDataParallel<nn::Sequential>;
 
 nn::Sequential layers() {
   nn::Sequential layers(nn::Linear(5, 3), nn::Linear(3, 2));

@@ -1,6 +1,5 @@
 """``FullyShardedDataParallel``: trains as the unsharded model and as PyTorch's class do."""
 
-import copy
 import functools
 
 import pytest
@@ -14,14 +13,12 @@ import libfsdp
 from fsdp1_subjects import (
     BOTH,
     FSDP,
-    TORCH,
     blocks,
     check_same,
     check_same_gradient,
     check_training,
     loss_of,
     quietly,
-    reference_backward,
     summoned,
     wholes_of,
     wrapped,

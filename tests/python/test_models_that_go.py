@@ -21,12 +21,12 @@ def trained(wrap):
 def test_one_rank_lets_go_before_the_next_is_made():
     for wrap in (fully_shard, FSDP):
         for first in (0, 1):
-            former = trained(wrap)
+            former = [trained(wrap)]
             if dist.get_rank() == first:
-                del former
+                former.clear()
                 gc.collect()
             model = trained(wrap)
-            former = None
+            former.clear()
             gc.collect()
             model(torch.ones(2, 4)).sum().backward()
 
