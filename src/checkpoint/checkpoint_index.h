@@ -53,6 +53,10 @@ struct CheckpointIndex {
 };
 
 std::string to_text(const CheckpointIndex& index);
+/// An index as JSON, with its checksum as the first field.
+std::string with_checksum(const std::string& json);
+/// The same JSON again. An Error, which names the file, if the checksum is another's, or there is none.
+std::string without_checksum(const std::string& text, const std::string& path);
 /// Of whoever wrote it: all numbers are within what they belong to, all file names lie beside the index. An Error,
 /// which names the file and the tensor, if not.
 CheckpointIndex parse_index(const std::string& text, const std::string& path);

@@ -9,6 +9,9 @@ bool covers(const IndexedTensor& tensor, const Extent& want) {
   for (const auto& piece : tensor.pieces) {
     const auto more = overlap(piece.extent, want);
     runs.insert(runs.end(), more.begin(), more.end());
+    if (static_cast<int64_t>(runs.size()) > want.numel()) {
+      return false; // some twice
+    }
   }
   std::sort(runs.begin(), runs.end(), [](const auto& a, const auto& b) { return a.to < b.to; });
   int64_t end = 0;

@@ -133,13 +133,16 @@ class Import {
 IncompatibleKeys import_safetensors(
     const std::string& path, ModuleRef module, const ImportSafetensorsOptions& options) {
   const auto group = group_or_world(options.group);
+  const Label label{"import_safetensors", ""};
   ShardedStateDict there;
-  all_agree(*group, {"import_safetensors", ""}, [&] {
+  all_agree(*group, label, [&] {
     const auto here = sharded_state_dict(module);
     there = Import(path, options).read(here);
     check_model(path, here, there, options.strict);
   });
-  return load_state_dict(module, there, {.strict = options.strict});
+  IncompatibleKeys keys;
+  all_agree(*group, label, [&] { keys = load_state_dict(module, there, {.strict = options.strict}); });
+  return keys;
 }
 
 } // namespace fsdp

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <string_view>
 
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
 #include "checkpoint/checkpoint_index.h"
+#include "checkpoint/crc32c.h"
 #include "checkpoint/dtype_names.h"
 #include "checkpoint/json_fields.h"
 #include "checkpoint/plain_name.h"
@@ -24,6 +26,8 @@ using nlohmann::json;
 constexpr const char* kFormat = "libfsdp checkpoint";
 constexpr int64_t kVersion = 1;
 constexpr size_t kDigits = 8; // of a checksum
+// The index begins with the checksum of what it would be without.
+constexpr std::string_view kBeforeChecksum = "{\"crc32c\":\"", kAfterChecksum = "\",";
 
 std::string hexadecimal(const std::vector<uint32_t>& checksums) {
   std::string text;
@@ -210,14 +214,35 @@ std::string to_text(const CheckpointIndex& index) {
     whole["optimizer"] = to_json(*index.optimizer);
   }
   try {
-    return whole.dump();
+    return with_checksum(whole.dump());
   } catch (const json::exception& error) {
     fail("[save] names and texts have to be UTF-8: {}", error.what());
   }
 }
 
+std::string with_checksum(const std::string& json) {
+  std::string text(kBeforeChecksum);
+  text += hexadecimal({crc32c(json.data(), json.size())});
+  text += kAfterChecksum;
+  return text += json.substr(1);
+}
+
+std::string without_checksum(const std::string& text, const std::string& path) {
+  const size_t begin = kBeforeChecksum.size() + kDigits + kAfterChecksum.size();
+  FSDP_CHECK(
+      text.size() > begin && text.starts_with(kBeforeChecksum),
+      "[load] {} does not begin as an index of libfsdp: it is damaged, or another program's",
+      path);
+  std::string json = "{" + text.substr(begin);
+  FSDP_CHECK(
+      text.compare(kBeforeChecksum.size(), kDigits, hexadecimal({crc32c(json.data(), json.size())})) == 0,
+      "[load] {} is damaged: it is not what was saved. Load another checkpoint",
+      path);
+  return json;
+}
+
 CheckpointIndex parse_index(const std::string& text, const std::string& path) {
-  const json whole = json::parse(text, /*callback=*/nullptr, /*allow_exceptions=*/false);
+  const json whole = json::parse(without_checksum(text, path), /*callback=*/nullptr, /*allow_exceptions=*/false);
   FSDP_CHECK(!whole.is_discarded(), "[load] {} is no JSON: the index is damaged, or not libfsdp's", path);
   return IndexReader(path).read(whole);
 }

@@ -14,6 +14,7 @@
 #include "checkpoint/piece_reader.h"
 #include "checkpoint/random_state.h"
 #include "checkpoint/run_folder.h"
+#include "state/make_optim_state.h"
 
 namespace fsdp {
 
@@ -140,7 +141,7 @@ class Reading {
 struct Staged {
   LoadedState result{};
   ShardedStateDict model{};
-  std::optional<ShardedOptimStateDict> optimizer{};
+  std::optional<state::MadeState> optimizer{};
   std::map<std::string, at::Tensor> random_states{};
 };
 
@@ -151,12 +152,22 @@ Staged stage(const std::string& folder, const StateToLoad& state, const LoadOpti
   staged.model = reading.model(here);
   check_model(folder, here, staged.model, options.strict);
   if (state.optimizer != nullptr) {
-    staged.optimizer = reading.optimizer(here);
+    staged.optimizer.emplace(state::make_optim_state(state.model, *state.optimizer, reading.optimizer(here)));
   }
   if (options.random_numbers) {
     staged.random_states = reading.random_states(rank);
+    check_random_states(folder, staged.random_states);
   }
   return staged;
+}
+
+/// Copies, of what has been compared and made.
+void take_over(Staged& staged, const StateToLoad& state, const LoadOptions& options) {
+  staged.result.keys = load_state_dict(state.model, staged.model, {.strict = options.strict});
+  if (staged.optimizer) {
+    staged.optimizer->give_to_optimizer();
+  }
+  set_random_states(staged.random_states);
 }
 
 } // namespace
@@ -169,13 +180,7 @@ LoadedState load(const std::string& dir, const StateToLoad& state, const LoadOpt
   folder = group->exchange(folder, label)[0];
   Staged staged;
   all_agree(*group, label, [&] { staged = stage(folder, state, options, group->rank()); });
-  all_agree(*group, label, [&] {
-    if (staged.optimizer) { // nothing of which is taken over if there is an error
-      load_optim_state_dict(state.model, *state.optimizer, *staged.optimizer);
-    }
-  });
-  staged.result.keys = load_state_dict(state.model, staged.model, {.strict = options.strict});
-  set_random_states(staged.random_states);
+  all_agree(*group, label, [&] { take_over(staged, state, options); });
   return staged.result;
 }
 

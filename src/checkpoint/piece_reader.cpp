@@ -17,6 +17,8 @@ namespace fsdp::disk {
 
 namespace {
 
+constexpr size_t kMostOpen = 32; // of files; processes have a limit
+
 int64_t element_bytes(const IndexedTensor& tensor) {
   return static_cast<int64_t>(c10::elementSize(tensor.dtype));
 }
@@ -50,14 +52,17 @@ HeldTensor PieceReader::read(const std::string& name, const HeldTensor& here) {
       name,
       c10::IntArrayRef(tensor.sizes),
       c10::IntArrayRef(here.sizes));
+  HeldTensor there = lie_alike(tensor, here) ? read_piece(name, here) : in_order_of(here, name);
+  there.local = there.local.to(here.dtype());
+  return there;
+}
+
+HeldTensor PieceReader::read_piece(const std::string& name, const HeldTensor& here) {
+  const IndexedTensor& tensor = index_.tensors.at(name);
+  check_covered({name, tensor}, here.extent);
+  const auto options = at::TensorOptions().dtype(tensor.dtype);
   HeldTensor there = here;
   there.strides = tensor.strides;
-  if (!lie_alike(tensor, here)) {
-    there.extent = Extent::one_run(0, tensor.numel());
-    there.local = read_whole(name);
-    return there;
-  }
-  const auto options = at::TensorOptions().dtype(tensor.dtype);
   there.local = at::empty_strided(here.local.sizes(), here.local.strides(), options);
   if (!layout::in_memory_order(state::as_piece(there)).is_contiguous()) {
     there.local = at::empty({here.extent.numel()}, options);
@@ -66,31 +71,38 @@ HeldTensor PieceReader::read(const std::string& name, const HeldTensor& here) {
   return there;
 }
 
+HeldTensor PieceReader::in_order_of(const HeldTensor& here, const std::string& name) {
+  HeldTensor whole = here;
+  whole.strides = index_.tensors.at(name).strides;
+  whole.extent = Extent::one_run(0, index_.tensors.at(name).numel());
+  whole.local = read_whole(name);
+  HeldTensor there = here;
+  there.local = at::empty_strided(here.local.sizes(), here.local.strides(), whole.local.options());
+  there.local = layout::taken_from(state::as_piece(whole), state::as_piece(there));
+  return there;
+}
+
 at::Tensor PieceReader::read_whole(const std::string& name) {
   const IndexedTensor& tensor = index_.tensors.at(name);
-  check_files({name, tensor});
+  const Extent all = Extent::one_run(0, tensor.numel());
+  for (const auto& piece : tensor.pieces) {
+    file_of({name, tensor}, piece); // is long enough, before memory is asked for
+  }
+  check_covered({name, tensor}, all);
   at::Tensor whole = at::empty_strided(tensor.sizes, tensor.strides, at::TensorOptions().dtype(tensor.dtype));
-  read_elements({name, tensor}, Extent::one_run(0, tensor.numel()), static_cast<char*>(whole.data_ptr()));
+  read_elements({name, tensor}, all, static_cast<char*>(whole.data_ptr()));
   return whole;
 }
 
-void PieceReader::check_files(const Named& named) {
-  FSDP_CHECK(
-      covers(named.tensor, Extent::one_run(0, named.tensor.numel())),
-      "[load] {}: the index lacks elements of '{}', or has some twice: it is damaged",
-      folder_,
-      named.name);
-  for (const auto& piece : named.tensor.pieces) {
-    file_of(named, piece);
-  }
-}
-
-void PieceReader::read_elements(const Named& named, const Extent& want, char* to) {
+void PieceReader::check_covered(const Named& named, const Extent& want) const {
   FSDP_CHECK(
       covers(named.tensor, want),
       "[load] {}: the index lacks elements of '{}', or has some twice: it is damaged",
       folder_,
       named.name);
+}
+
+void PieceReader::read_elements(const Named& named, const Extent& want, char* to) {
   for (const auto& piece : named.tensor.pieces) {
     for (const auto& run : overlap(piece.extent, want)) {
       read_run(named, piece, run, to);
@@ -152,6 +164,9 @@ void PieceReader::read_block(const Named& named, const StoredPiece& piece, int64
 const File& PieceReader::file_of(const Named& named, const StoredPiece& piece) {
   auto found = files_.find(piece.file);
   if (found == files_.end()) {
+    if (files_.size() == kMostOpen) {
+      files_.clear();
+    }
     try {
       found = files_.emplace(piece.file, File::open(folder_ + "/" + piece.file, links_)).first;
     } catch (const Error& error) {

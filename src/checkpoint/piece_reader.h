@@ -18,8 +18,7 @@ class PieceReader {
  public:
   PieceReader(std::string folder, const CheckpointIndex& index, File::Links links = File::Links::kRefuse);
 
-  /// What `here` has, from the file: in the dtype in which it was saved, on the CPU. Where the saved tensor lies in
-  /// memory in another order, the whole of it.
+  /// What `here` has, from the file: in its dtype, on the CPU.
   HeldTensor read(const std::string& name, const HeldTensor& here);
   at::Tensor read_whole(const std::string& name);
 
@@ -29,7 +28,10 @@ class PieceReader {
     const IndexedTensor& tensor;
   };
 
-  void check_files(const Named& named); // before memory is asked for
+  HeldTensor read_piece(const std::string& name, const HeldTensor& here);
+  // Where the saved tensor lies in memory in another order.
+  HeldTensor in_order_of(const HeldTensor& here, const std::string& name);
+  void check_covered(const Named& named, const Extent& want) const;
   void read_elements(const Named& named, const Extent& want, char* to);
   void read_checked(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);
   void read_run(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);

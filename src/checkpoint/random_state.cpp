@@ -7,6 +7,8 @@
 
 #include <fsdp/init.h>
 
+#include "base/check.h"
+
 namespace fsdp::disk {
 
 namespace {
@@ -29,6 +31,22 @@ std::map<std::string, at::Tensor> random_states() {
     states[name] = generator.get_state();
   }
   return states;
+}
+
+void check_random_states(const std::string& folder, const std::map<std::string, at::Tensor>& states) {
+  for (auto& [name, generator] : generators()) {
+    if (const auto found = states.find(name); found != states.end()) {
+      try {
+        generator.clone().set_state(found->second);
+      } catch (const c10::Error& error) {
+        fail(
+            "[load] {} has no state of this LibTorch's '{}' generator ({}): set random_numbers = false",
+            folder,
+            name,
+            error.what_without_backtrace());
+      }
+    }
+  }
 }
 
 void set_random_states(const std::map<std::string, at::Tensor>& states) {

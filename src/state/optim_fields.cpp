@@ -1,5 +1,7 @@
 #include "state/optim_fields.h"
 
+#include <cmath>
+
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Type.h>
 #include <torch/optim/adagrad.h>
@@ -23,6 +25,10 @@ using Fields = std::vector<NamedField>;
 
 Fields list(SGDParamState& state) {
   return {{"momentum_buffer", &state.momentum_buffer()}};
+}
+
+std::vector<const char*> needed(const SGDOptions& /*options*/) {
+  return {};
 }
 
 Fields list(SGDOptions& options) {
@@ -53,6 +59,20 @@ Fields list_adam_options(Options& options) {
       {"amsgrad", &options.amsgrad()}};
 }
 
+template <typename Options>
+std::vector<const char*> needed_by_adam(const Options& options) {
+  return options.amsgrad() ? std::vector{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+                           : std::vector{"exp_avg", "exp_avg_sq"};
+}
+
+std::vector<const char*> needed(const AdamOptions& options) {
+  return needed_by_adam(options);
+}
+
+std::vector<const char*> needed(const AdamWOptions& options) {
+  return needed_by_adam(options);
+}
+
 Fields list(AdamParamState& state) {
   return list_adam_state(state);
 }
@@ -73,6 +93,10 @@ Fields list(AdagradParamState& state) {
   return {{"step", &state.step()}, {"sum", &state.sum()}};
 }
 
+std::vector<const char*> needed(const AdagradOptions& /*options*/) {
+  return {"sum"};
+}
+
 Fields list(AdagradOptions& options) {
   return {
       {"lr", &options.lr()},
@@ -88,6 +112,17 @@ Fields list(RMSpropParamState& state) {
       {"square_avg", &state.square_avg()},
       {"momentum_buffer", &state.momentum_buffer()},
       {"grad_avg", &state.grad_avg()}};
+}
+
+std::vector<const char*> needed(const RMSpropOptions& options) {
+  std::vector<const char*> needed{"square_avg"};
+  if (options.momentum() > 0) {
+    needed.push_back("momentum_buffer");
+  }
+  if (options.centered()) {
+    needed.push_back("grad_avg");
+  }
+  return needed;
 }
 
 Fields list(RMSpropOptions& options) {
@@ -108,6 +143,9 @@ class Kind final : public OptimizerKind {
   }
   Fields fields_of(OptimizerOptions& options) const override {
     return list(dynamic_cast<Options&>(options));
+  }
+  std::vector<const char*> needed_tensors(const OptimizerOptions& options) const override {
+    return needed(dynamic_cast<const Options&>(options));
   }
   std::unique_ptr<OptimizerParamState> make_state() const override {
     return std::make_unique<State>();
@@ -182,6 +220,35 @@ c10::Scalar number_in(const c10::IValue& value) {
   return value.isTensor() ? value.toTensor().item() : value.toScalar();
 }
 
+bool is_number(const c10::IValue& value) {
+  return value.isInt() || value.isDouble() || value.isBool() ||
+         (value.isTensor() && value.toTensor().defined() && value.toTensor().numel() == 1 &&
+          !value.toTensor().is_complex());
+}
+
+struct Fit {
+  const c10::IValue& value;
+
+  bool operator()(const at::Tensor* /*tensor*/) const {
+    return false;
+  }
+  bool operator()(const std::tuple<double, double>* /*pair*/) const {
+    if (!value.isTuple() || value.toTupleRef().elements().size() != 2) {
+      return false;
+    }
+    const auto& two = value.toTupleRef().elements();
+    return is_number(two[0]) && is_number(two[1]);
+  }
+  bool operator()(const int64_t* /*number*/) const {
+    constexpr double kMost = 1e18; // fits into 64 bits
+    return is_number(value) && std::abs(number_in(value).toDouble()) < kMost;
+  }
+  template <typename Number>
+  bool operator()(const Number* /*number*/) const {
+    return is_number(value);
+  }
+};
+
 struct Writer {
   const c10::IValue& value;
 
@@ -207,6 +274,10 @@ struct Writer {
 
 c10::IValue value_of(const NamedField& field) {
   return std::visit(Reader(), field.place);
+}
+
+bool fits(const NamedField& field, const c10::IValue& value) {
+  return std::visit(Fit{value}, field.place);
 }
 
 void assign(const NamedField& field, const c10::IValue& value) {

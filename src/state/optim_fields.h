@@ -33,6 +33,8 @@ class OptimizerKind {
   virtual std::vector<NamedField> fields_of(torch::optim::OptimizerParamState& state) const = 0;
   virtual std::vector<NamedField> fields_of(torch::optim::OptimizerOptions& options) const = 0;
   virtual std::unique_ptr<torch::optim::OptimizerParamState> make_state() const = 0;
+  /// Of a parameter's state: no step can be made without these.
+  virtual std::vector<const char*> needed_tensors(const torch::optim::OptimizerOptions& options) const = 0;
   /// There is state before the first step, without which no step can be made.
   virtual bool needs_state() const = 0;
 };
@@ -42,7 +44,10 @@ const OptimizerKind& kind_of(const torch::optim::Optimizer& optimizer, const cha
 
 /// Not of a tensor.
 c10::IValue value_of(const NamedField& field);
-/// Whole numbers may come as any number, and in tensors of one element, as Python's `step` does.
+/// Whether it is of the field's kind. Whole numbers may come as any number, and in tensors of one element, as Python's
+/// `step` does.
+bool fits(const NamedField& field, const c10::IValue& value);
+/// Of what fits.
 void assign(const NamedField& field, const c10::IValue& value);
 
 } // namespace fsdp::state

@@ -167,11 +167,11 @@ void set_options(
 
 } // namespace
 
-void replace_state(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, const NewState& wanted) {
-  auto& states = optimizer.state();
-  if (!by_name.kind().needs_state()) {
+MadeState::MadeState(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, const NewState& wanted)
+    : optimizer_(optimizer), kind_(by_name.kind()), options_(wanted.options) {
+  if (!kind_.needs_state()) {
     for (const NamedTensor* param : by_name.params()) {
-      states.erase(param->trained().unsafeGetTensorImpl());
+      without_state_.push_back(param->trained().unsafeGetTensorImpl());
     }
   }
   std::map<const engine::FlatShard*, FlatState> of_flat;
@@ -179,14 +179,24 @@ void replace_state(torch::optim::Optimizer& optimizer, const OptimizerByName& by
     if (const engine::FlatShard* flat = param->flat()) {
       of_flat.try_emplace(flat, *flat).first->second.add(*param, state);
     } else {
-      states[param->leaf().unsafeGetTensorImpl()] = make_state(by_name.kind(), state);
+      states_.emplace_back(param->leaf().unsafeGetTensorImpl(), make_state(kind_, state));
     }
   }
   for (const auto& [flat, together] : of_flat) {
-    states[flat->tensor().unsafeGetTensorImpl()] = make_state(by_name.kind(), together.state());
+    states_.emplace_back(flat->tensor().unsafeGetTensorImpl(), make_state(kind_, together.state()));
   }
-  for (size_t group = 0; group < wanted.options.size(); ++group) {
-    set_options(optimizer.param_groups()[group].options(), by_name.kind(), wanted.options[group]);
+}
+
+void MadeState::give_to_optimizer() {
+  auto& states = optimizer_.state();
+  for (void* param : without_state_) {
+    states.erase(param);
+  }
+  for (auto& [param, state] : states_) {
+    states[param] = std::move(state);
+  }
+  for (size_t group = 0; group < options_.size(); ++group) {
+    set_options(optimizer_.param_groups()[group].options(), kind_, options_[group]);
   }
 }
 

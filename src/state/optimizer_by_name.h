@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <unordered_map>
@@ -67,8 +68,20 @@ struct NewState {
   std::vector<OptimizerByName::Values> options{}; ///< by group
 };
 
-/// Gives an optimizer new states and hyper-parameters; those that it does not know are left out. What is not there has
-/// no state afterwards.
-void replace_state(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, const NewState& wanted);
+/// New states and hyper-parameters, made and not yet the optimizer's; those that it does not know are left out.
+class MadeState {
+ public:
+  MadeState(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, const NewState& wanted);
+
+  /// What is not there has no state afterwards.
+  void give_to_optimizer();
+
+ private:
+  torch::optim::Optimizer& optimizer_;
+  const OptimizerKind& kind_;
+  std::vector<void*> without_state_{};
+  std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states_{};
+  std::vector<OptimizerByName::Values> options_;
+};
 
 } // namespace fsdp::state

@@ -35,6 +35,11 @@ std::string index_text(const std::string& checkpoint) {
   return disk::read_text(checkpoint + "/" + disk::kIndexName, 1 << 30, disk::File::Links::kRefuse);
 }
 
+void write_index(const std::string& checkpoint, const std::string& text) {
+  std::filesystem::remove(checkpoint + "/" + disk::kIndexName);
+  disk::write_text(checkpoint + "/" + disk::kIndexName, text);
+}
+
 // Of one rank, without a job.
 TEST_F(BrokenSaves, LeaveTheOneBeforeWhereverTheProcessIsKilled) {
   const Values values = trained_values();
@@ -152,15 +157,14 @@ class Damaged : public BrokenSaves {
     return checkpoint_ + "/rank-0000" + std::to_string(rank) + ".safetensors";
   }
   void change_index(const std::string& from, const std::string& to) const {
-    std::string text = index_text(checkpoint_);
-    const auto place = text.find(from);
+    std::string json = disk::without_checksum(index_text(checkpoint_), "index");
+    const auto place = json.find(from);
     ASSERT_NE(place, std::string::npos) << from;
-    text.replace(place, from.size(), to);
-    write_index(text);
+    json.replace(place, from.size(), to);
+    write_index(disk::with_checksum(json));
   }
   void write_index(const std::string& text) const {
-    std::filesystem::remove(checkpoint_ + "/" + disk::kIndexName);
-    disk::write_text(checkpoint_ + "/" + disk::kIndexName, text);
+    testing::write_index(checkpoint_, text);
   }
 
   Values trained_ = trained_values();
@@ -259,7 +263,13 @@ TEST_F(Damaged, IndicesThatAreHostileAreRefused) {
       {"\"extent\":[", "\"extent\":[1,", "has an extent that is none"},
       {"\"block_bytes\":32", "\"block_bytes\":0", "has a block_bytes out of range"},
       {"\"pieces\":[", "\"pieces\":[1,", "a piece of"},
-      {"{", "[", "is no JSON"},
+      {"{\"tuple\":[0.9,0.999]}", "{\"tuple\":[0.9]}", "group 0: 'betas' is of another kind"},
+      {"{\"tuple\":[0.9,0.999]}", "0.9", "group 0: 'betas' is of another kind"},
+      {"\"lr\":0.02", "\"lr\":\"0.02\"", "group 0: 'lr' is of another kind"},
+      {"{\"step\":2}", "{\"step\":\"2\"}", "is no number of this optimizer's"},
+      {"{\"step\":2}", "{\"step\":1e300}", "is no number of this optimizer's"},
+      {"{\"step\":2}", "{}", "is missing"},
+      {"\"tensors\"", "\"tensors", "is no JSON"},
   };
   for (const auto& [from, to, wanted] : changes) {
     change_index(from, to);
@@ -280,8 +290,50 @@ TEST_F(Damaged, PiecesThatOverlapAreNoticed) {
   EXPECT_TRUE(contains(complaint(folder()), "lacks elements of 'model/first.weight', or has some twice"));
 }
 
-TEST_F(Damaged, IndicesWithLettersChangedDoNoHarm) {
+TEST_F(Damaged, BitsOfTheIndexThatAreFlippedAreNoticed) {
   const std::string good = index_text(checkpoint_);
+  for (size_t i = 0; i < good.size(); i += 7) {
+    std::string changed = good;
+    changed[i] = static_cast<char>(changed[i] ^ 1);
+    const auto message = error_message([&] { disk::parse_index(changed, checkpoint_); });
+    EXPECT_TRUE(contains(message, checkpoint_) && contains(message, "is damaged")) << i << ": " << message;
+  }
+}
+
+TEST_F(Damaged, StatesThatLackATensorAreNamed) {
+  auto index = disk::parse_index(index_text(checkpoint_), "index");
+  ASSERT_EQ(index.tensors.erase("optimizer/first.weight/exp_avg"), 1u);
+  write_index(disk::to_text(index));
+  EXPECT_TRUE(contains(complaint(folder()), "'exp_avg' of 'first.weight' is missing"));
+}
+
+// Before anything is taken over.
+TEST_F(Damaged, RandomNumbersOfAnotherGeneratorAreRefused) {
+  auto index = disk::parse_index(index_text(checkpoint_), "index");
+  index.tensors.at("random/1/cpu") = index.tensors.at("model/first.weight");
+  write_index(disk::to_text(index));
+  const auto message = complaint(folder());
+  EXPECT_TRUE(contains(message, "rank 1: ")) << message;
+  EXPECT_TRUE(contains(message, "no state of this LibTorch's 'cpu' generator")) << message;
+}
+
+// A list of its elements would not fit into any memory.
+TEST_F(BrokenSaves, FilesAreLookedAtBeforeMemoryIsAskedFor) {
+  constexpr int64_t kBlock = int64_t{1} << 30, kHalf = int64_t{1} << 41;
+  torch::nn::Linear model(2, 2);
+  const std::string path = save(folder(), {.model = model}, {.block_bytes = kBlock});
+  auto index = disk::parse_index(index_text(path), path);
+  const std::string file = index.tensors.at("model/weight").pieces[0].file;
+  const std::vector<uint32_t> checksums(kHalf / kBlock);
+  index.tensors["extra/huge"] = {
+      at::kByte, {2 * kHalf}, {1}, {{file, 0, {0, 1, 2, kHalf}, checksums}, {file, 0, {1, 1, 2, kHalf}, checksums}}};
+  write_index(path, disk::to_text(index));
+  const auto message = error_message([&] { load(path, {.model = model}); });
+  EXPECT_TRUE(contains(message, "'extra/huge' has bytes up to")) << message;
+}
+
+TEST_F(Damaged, IndicesWithLettersChangedDoNoHarm) {
+  const std::string good = disk::without_checksum(index_text(checkpoint_), "index");
   std::mt19937 random(1); // NOLINT: the same each time
   int refused = 0;
   for (int i = 0; i < 2000; ++i) {
@@ -290,7 +342,7 @@ TEST_F(Damaged, IndicesWithLettersChangedDoNoHarm) {
       changed[random() % changed.size()] = "{}[]\",:0129.-eFn\\ \xc3"[random() % 20];
     }
     try {
-      disk::parse_index(changed, "index");
+      disk::parse_index(disk::with_checksum(changed), "index");
     } catch (const Error&) {
       ++refused;
     }

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <fsdp/optim_state_dict.h>
+
+#include "state/optimizer_by_name.h"
+
+namespace fsdp::state {
+
+/// What `load_optim_state_dict` gives to an optimizer: an Error here, and nothing has changed yet; afterwards nothing
+/// goes wrong.
+MadeState make_optim_state(
+    ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict);
+
+} // namespace fsdp::state

@@ -1,0 +1,15 @@
+#pragma once
+
+#include <fsdp/optim_state_dict.h>
+
+#include "state/optimizer_by_name.h"
+
+namespace fsdp::state {
+
+/// An Error, with all complaints, if an optimizer cannot be given such a state.
+void check_optim_state(
+    const OptimizerByName& by_name, const OptimStateDict& dict, const torch::optim::Optimizer& optimizer);
+void check_optim_state(
+    const OptimizerByName& by_name, const ShardedOptimStateDict& dict, const torch::optim::Optimizer& optimizer);
+
+} // namespace fsdp::state
