@@ -21,21 +21,23 @@ std::vector<std::string> names_missing_in(const ShardedStateDict& some, const Sh
 
 } // namespace
 
-void check_model(const std::string& file, const ShardedStateDict& here, const ShardedStateDict& there, bool strict) {
+IncompatibleKeys check_model(
+    const std::string& file, const ShardedStateDict& here, const ShardedStateDict& there, bool strict) {
   for (const auto& item : here) {
     FSDP_CHECK(
         !item.value().local.is_meta(),
         "[load] '{}' is on the meta device, which has no memory for values: call fsdp::to_empty(model) first",
         item.key());
   }
-  const auto missing = names_missing_in(there, here), unexpected = names_missing_in(here, there);
+  IncompatibleKeys keys{names_missing_in(there, here), names_missing_in(here, there)};
   FSDP_CHECK(
-      !strict || (missing.empty() && unexpected.empty()),
+      !strict || (keys.missing.empty() && keys.unexpected.empty()),
       "[load] {} is of another model. It lacks: {}; and has besides: {}. Build the model that was saved, or set strict "
       "= false where names may differ",
       file,
-      join(missing),
-      join(unexpected));
+      join(keys.missing),
+      join(keys.unexpected));
+  return keys;
 }
 
 } // namespace fsdp::disk

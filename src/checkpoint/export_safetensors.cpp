@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include <fsdp/safetensors.h>
+#include <fsdp/saved_state.h>
 
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
@@ -25,12 +25,12 @@ constexpr std::string_view kAside = ".tmp-";
 /// A model that is being exported, by all ranks.
 class Export {
  public:
-  Export(const std::string& dir, ModuleRef module, const ExportSafetensorsOptions& options)
-      : dir_(dir), module_(module), options_(options), group_(group_or_world(options.group)) {}
+  Export(const std::string& dir, const ExportSafetensorsOptions& options)
+      : dir_(dir), options_(options), group_(group_or_world(options.group)) {}
 
-  void run() {
+  void run(const std::function<ShardedStateDict()>& model) {
     together([&] {
-      state_ = sharded_state_dict(module_);
+      state_ = model();
       files_ = plan_export(state_, options_);
       if (group_->rank() == 0) {
         make_files();
@@ -144,7 +144,6 @@ class Export {
   }
 
   std::string dir_;
-  ModuleRef module_;
   const ExportSafetensorsOptions& options_;
   std::shared_ptr<Group> group_;
   ShardedStateDict state_{};
@@ -153,8 +152,14 @@ class Export {
 
 } // namespace
 
+void saved_state::export_safetensors(
+    const std::string& dir, const std::function<ShardedStateDict()>& model, const ExportSafetensorsOptions& options) {
+  Export(dir, options).run(model);
+}
+
 void export_safetensors(const std::string& dir, ModuleRef module, const ExportSafetensorsOptions& options) {
-  Export(dir, module, options).run();
+  saved_state::export_safetensors(
+      dir, [&] { return sharded_state_dict(module); }, options);
 }
 
 } // namespace fsdp

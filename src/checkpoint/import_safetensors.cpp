@@ -2,7 +2,7 @@
 #include <set>
 #include <utility>
 
-#include <fsdp/safetensors.h>
+#include <fsdp/saved_state.h>
 
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
@@ -130,19 +130,31 @@ class Import {
 
 } // namespace
 
-IncompatibleKeys import_safetensors(
-    const std::string& path, ModuleRef module, const ImportSafetensorsOptions& options) {
+IncompatibleKeys saved_state::import_safetensors(
+    const std::string& path,
+    const std::function<ShardedStateDict()>& model,
+    const std::function<void(const ShardedStateDict& read)>& take_over,
+    const ImportSafetensorsOptions& options) {
   const auto group = group_or_world(options.group);
   const Label label{"import_safetensors", ""};
   ShardedStateDict there;
-  all_agree(*group, label, [&] {
-    const auto here = sharded_state_dict(module);
-    there = Import(path, options).read(here);
-    check_model(path, here, there, options.strict);
-  });
   IncompatibleKeys keys;
-  all_agree(*group, label, [&] { keys = load_state_dict(module, there, {.strict = options.strict}); });
+  all_agree(*group, label, [&] {
+    const auto here = model();
+    there = Import(path, options).read(here);
+    keys = check_model(path, here, there, options.strict);
+  });
+  all_agree(*group, label, [&] { take_over(there); });
   return keys;
+}
+
+IncompatibleKeys import_safetensors(
+    const std::string& path, ModuleRef module, const ImportSafetensorsOptions& options) {
+  return saved_state::import_safetensors(
+      path,
+      [&] { return sharded_state_dict(module); },
+      [&](const ShardedStateDict& read) { load_state_dict(module, read, {.strict = options.strict}); },
+      options);
 }
 
 } // namespace fsdp

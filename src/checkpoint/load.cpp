@@ -2,7 +2,7 @@
 #include <string_view>
 #include <utility>
 
-#include <fsdp/save.h>
+#include <fsdp/saved_state.h>
 
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
@@ -140,48 +140,61 @@ class Reading {
 /// What has been read, before anything is changed.
 struct Staged {
   LoadedState result{};
-  ShardedStateDict model{};
-  std::optional<state::MadeState> optimizer{};
   std::map<std::string, at::Tensor> random_states{};
 };
 
-Staged stage(const std::string& folder, const StateToLoad& state, const LoadOptions& options, int rank) {
-  const auto here = sharded_state_dict(state.model);
+Staged stage(const std::string& folder, const StateTarget& target, const LoadOptions& options, int rank) {
+  const auto here = target.model();
   Reading reading(folder);
   Staged staged{.result = {.path = folder, .step = reading.index().step, .extra = reading.extra()}};
-  staged.model = reading.model(here);
-  check_model(folder, here, staged.model, options.strict);
-  if (state.optimizer != nullptr) {
-    staged.optimizer.emplace(state::make_optim_state(state.model, *state.optimizer, reading.optimizer(here)));
+  StateOfRank read{.model = reading.model(here)};
+  staged.result.keys = check_model(folder, here, read.model, options.strict);
+  if (target.with_optimizer) {
+    read.optimizer = reading.optimizer(here);
   }
   if (options.random_numbers) {
     staged.random_states = reading.random_states(rank);
-    check_random_states(folder, staged.random_states);
+    check_random_states(folder, staged.random_states, target.device);
   }
+  target.prepare(read);
   return staged;
-}
-
-/// Copies, of what has been compared and made.
-void take_over(Staged& staged, const StateToLoad& state, const LoadOptions& options) {
-  staged.result.keys = load_state_dict(state.model, staged.model, {.strict = options.strict});
-  if (staged.optimizer) {
-    staged.optimizer->give_to_optimizer();
-  }
-  set_random_states(staged.random_states);
 }
 
 } // namespace
 
-LoadedState load(const std::string& dir, const StateToLoad& state, const LoadOptions& options) {
+LoadedState saved_state::load(const std::string& dir, const StateTarget& target, const LoadOptions& options) {
   const auto group = group_or_world(options.group);
   const Label label{"load", ""};
   std::string folder;
   all_agree(*group, label, [&] { folder = group->rank() == 0 ? find_checkpoint(dir) : ""; });
   folder = group->exchange(folder, label)[0];
   Staged staged;
-  all_agree(*group, label, [&] { staged = stage(folder, state, options, group->rank()); });
-  all_agree(*group, label, [&] { take_over(staged, state, options); });
+  all_agree(*group, label, [&] { staged = stage(folder, target, options, group->rank()); });
+  all_agree(*group, label, [&] {
+    target.take_over();
+    set_random_states(staged.random_states, target.device);
+  });
   return staged.result;
+}
+
+LoadedState load(const std::string& dir, const StateToLoad& state, const LoadOptions& options) {
+  ShardedStateDict model;
+  std::optional<state::MadeState> optimizer;
+  StateTarget target{.with_optimizer = state.optimizer != nullptr, .device = training_device()};
+  target.model = [&] { return sharded_state_dict(state.model); };
+  target.prepare = [&](const StateOfRank& read) {
+    model = read.model;
+    if (read.optimizer) {
+      optimizer.emplace(state::make_optim_state(state.model, *state.optimizer, *read.optimizer));
+    }
+  };
+  target.take_over = [&] { // copies, of what has been compared and made
+    load_state_dict(state.model, model, {.strict = options.strict});
+    if (optimizer) {
+      optimizer->give_to_optimizer();
+    }
+  };
+  return saved_state::load(dir, target, options);
 }
 
 } // namespace fsdp

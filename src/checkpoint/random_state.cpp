@@ -13,28 +13,32 @@ namespace fsdp::disk {
 
 namespace {
 
-std::map<std::string, at::Generator> generators() {
+std::map<std::string, at::Generator> generators(c10::Device device) {
   std::map<std::string, at::Generator> generators{{"cpu", at::detail::getDefaultCPUGenerator()}};
-  if (is_initialized() && !device().is_cpu()) {
-    generators[c10::DeviceTypeName(device().type(), /*lower_case=*/true)] =
-        at::globalContext().defaultGenerator(device());
+  if (!device.is_cpu()) {
+    generators[c10::DeviceTypeName(device.type(), /*lower_case=*/true)] = at::globalContext().defaultGenerator(device);
   }
   return generators;
 }
 
 } // namespace
 
-std::map<std::string, at::Tensor> random_states() {
+c10::Device training_device() {
+  return is_initialized() ? device() : c10::Device(c10::kCPU);
+}
+
+std::map<std::string, at::Tensor> random_states(c10::Device device) {
   std::map<std::string, at::Tensor> states;
-  for (auto& [name, generator] : generators()) {
+  for (auto& [name, generator] : generators(device)) {
     const std::lock_guard<std::mutex> lock(generator.mutex());
     states[name] = generator.get_state();
   }
   return states;
 }
 
-void check_random_states(const std::string& folder, const std::map<std::string, at::Tensor>& states) {
-  for (auto& [name, generator] : generators()) {
+void check_random_states(
+    const std::string& folder, const std::map<std::string, at::Tensor>& states, c10::Device device) {
+  for (auto& [name, generator] : generators(device)) {
     if (const auto found = states.find(name); found != states.end()) {
       try {
         generator.clone().set_state(found->second);
@@ -49,8 +53,8 @@ void check_random_states(const std::string& folder, const std::map<std::string, 
   }
 }
 
-void set_random_states(const std::map<std::string, at::Tensor>& states) {
-  for (auto& [name, generator] : generators()) {
+void set_random_states(const std::map<std::string, at::Tensor>& states, c10::Device device) {
+  for (auto& [name, generator] : generators(device)) {
     if (const auto found = states.find(name); found != states.end()) {
       const std::lock_guard<std::mutex> lock(generator.mutex());
       generator.set_state(found->second);

@@ -1,4 +1,4 @@
-#include <fsdp/save.h>
+#include <fsdp/saved_state.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -25,19 +25,20 @@ namespace {
 using namespace disk; // NOLINT: what it is made of
 
 /// What one rank gives to a checkpoint.
-class RankState {
+class Contents {
  public:
-  explicit RankState(int rank) : rank_(rank), turns_(rank == 0) {}
+  explicit Contents(int rank, int64_t step) : rank_(rank), turns_(rank == 0) {
+    numbers_.step = step;
+  }
 
-  void add(const StateToSave& state) {
-    numbers_.step = state.step;
-    for (const auto& item : sharded_state_dict(state.model)) {
+  void add(const StateOfRank& state) {
+    for (const auto& item : state.model) {
       add(kModel + item.key(), item.value());
     }
-    if (state.optimizer != nullptr) {
-      add(sharded_optim_state_dict(state.model, *state.optimizer));
+    if (state.optimizer) {
+      add(*state.optimizer);
     }
-    for (const auto& [device, random_state] : random_states()) {
+    for (const auto& [device, random_state] : random_states(state.device)) {
       pieces_.push_back({random_name(rank_, device), held(random_state), /*written_here=*/true});
     }
     if (rank_ == 0) {
@@ -136,9 +137,9 @@ void write_index(const std::string& folder, int ranks) {
   }
 }
 
-void check(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
+void check(const std::string& dir, int64_t step, const SaveOptions& options) {
   FSDP_CHECK(!dir.empty(), "[save] expected a folder, got no name: name one");
-  FSDP_CHECK(state.step >= 0, "[save] expected a step of 0 or more, got {}", state.step);
+  FSDP_CHECK(step >= 0, "[save] expected a step of 0 or more, got {}", step);
   FSDP_CHECK(
       options.block_bytes >= 16 && options.block_bytes % 16 == 0 && options.block_bytes <= int64_t{1} << 30,
       "[save] expected block_bytes between 16 and 2^30, and a multiple of 16, got {}",
@@ -148,19 +149,19 @@ void check(const std::string& dir, const StateToSave& state, const SaveOptions& 
 /// A checkpoint that is being written, of all ranks.
 class Save {
  public:
-  Save(const std::string& dir, const StateToSave& state, const SaveOptions& options)
-      : dir_(dir), run_(dir), begun_(run_.unfinished(state.step)), state_(state), options_(options) {
+  Save(const std::string& dir, int64_t step, const SaveOptions& options)
+      : dir_(dir), run_(dir), step_(step), begun_(run_.unfinished(step)), options_(options) {
     group_ = group_or_world(options.group);
     rank_ = group_->rank();
   }
 
-  std::string run() {
-    RankState mine(rank_);
+  std::string run(const std::function<StateOfRank()>& state) {
+    Contents mine(rank_, step_);
     together([&] {
-      check(dir_, state_, options_);
-      mine.add(state_);
+      check(dir_, step_, options_);
+      mine.add(state());
       if (rank_ == 0) {
-        run_.begin(state_.step);
+        run_.begin(step_);
       }
     });
     together([&] {
@@ -171,7 +172,7 @@ class Save {
     together([&] {
       if (rank_ == 0) {
         write_index(begun_, group_->size());
-        finished = run_.finish(begun_, state_.step);
+        finished = run_.finish(begun_, step_);
       }
     });
     finished = group_->exchange(finished, kLabel)[0];
@@ -197,17 +198,31 @@ class Save {
 
   std::string dir_;
   RunFolder run_;
+  int64_t step_;
   std::string begun_;
-  const StateToSave& state_;
   const SaveOptions& options_;
   std::shared_ptr<Group> group_{};
   int rank_ = 0;
 };
 
+StateOfRank of_this_rank(const StateToSave& state) {
+  StateOfRank mine{.model = sharded_state_dict(state.model), .extra = state.extra, .device = training_device()};
+  if (state.optimizer != nullptr) {
+    mine.optimizer = sharded_optim_state_dict(state.model, *state.optimizer);
+  }
+  return mine;
+}
+
 } // namespace
 
+std::string saved_state::save(
+    const std::string& dir, int64_t step, const std::function<StateOfRank()>& state, const SaveOptions& options) {
+  return Save(dir, step, options).run(state);
+}
+
 std::string save(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
-  return Save(dir, state, options).run();
+  return saved_state::save(
+      dir, state.step, [&] { return of_this_rank(state); }, options);
 }
 
 std::optional<std::string> latest(const std::string& dir) {

@@ -81,8 +81,9 @@ void load_optim_state_dict(
   const OptimizerByName by_name(tensors, optimizer, kLoad);
   if (!options.broadcast_from_rank0) {
     state::check_optim_state(by_name, dict, optimizer);
-    make(optimizer, by_name, dict, [](const auto&, const auto&, const at::Tensor& whole) { return whole; })
-        .give_to_optimizer();
+    make(optimizer, by_name, dict, [](const auto&, const auto&, const at::Tensor& whole) {
+      return whole;
+    }).give_to_optimizer();
     return;
   }
   const state::FromFirstRank first(tensors, kLoad);

@@ -8,7 +8,6 @@ namespace fsdp::state {
 
 /// What `load_optim_state_dict` gives to an optimizer: an Error here, and nothing has changed yet; afterwards nothing
 /// goes wrong.
-MadeState make_optim_state(
-    ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict);
+MadeState make_optim_state(ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict);
 
 } // namespace fsdp::state

@@ -144,8 +144,8 @@ class Comparison {
       if (field == nullptr || field->tensor() == nullptr) {
         lines_.push_back(phrase("'{}' of '{}' is no tensor of this optimizer's", key, param.name));
       } else if (sizes_of(value) != param.sizes()) {
-        lines_.push_back(phrase(
-            "'{}' has sizes {} in the model, its '{}' {}", param.name, param.sizes(), key, sizes_of(value)));
+        lines_.push_back(
+            phrase("'{}' has sizes {} in the model, its '{}' {}", param.name, param.sizes(), key, sizes_of(value)));
       } else if (!has_all_of(value, param)) {
         lines_.push_back(phrase(
             "'{}' is cut in another way: this rank needs elements that were on others (full_optim_state_dict goes into "
