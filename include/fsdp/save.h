@@ -20,7 +20,8 @@ namespace fsdp {
 struct StateToSave {
   ModuleRef model;
   const torch::optim::Optimizer* optimizer = nullptr; ///< of those that `full_optim_state_dict` knows
-  /// The program's own: numbers, texts, tensors, lists and tuples of numbers and texts. Of the first rank.
+  /// The program's own: numbers, texts, tensors; lists, tuples and dictionaries of numbers and texts. Of the first
+  /// rank.
   std::map<std::string, c10::IValue> extra{};
   int64_t step = 0; ///< gives the checkpoint its name
 };

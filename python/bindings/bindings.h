@@ -20,10 +20,12 @@ void bind_front_end(py::module_& m);
 void bind_gather_extension(py::module_& m);
 void bind_fully_shard(py::module_& m);
 void bind_group(py::module_& m);
+void bind_held(py::module_& m);
 void bind_mesh(py::module_& m);
 void bind_module_state(py::module_& m);
 void bind_plain_shard(py::module_& m);
 void bind_policy(py::module_& m);
+void bind_saved_state(py::module_& m);
 void bind_summon(py::module_& m);
 void bind_trace(py::module_& m);
 

@@ -18,4 +18,6 @@ PYBIND11_MODULE(_C, m) {
   python::bind_describe(m);
   python::bind_clip_grad_norm(m);
   python::bind_trace(m);
+  python::bind_held(m);
+  python::bind_saved_state(m);
 }

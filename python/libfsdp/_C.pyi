@@ -182,6 +182,59 @@ def full_tensors(
 ) -> list[torch.Tensor]: ...
 def full_tensor(shard: torch.Tensor) -> torch.Tensor: ...
 def is_root(unit: Unit) -> bool: ...
+class HeldTensor:
+    """What this rank has of a tensor."""
+
+    @property
+    def sizes(self) -> list[int]: ...
+    @property
+    def local(self) -> torch.Tensor: ...
+
+OptimizerByName = tuple[list[tuple[str, dict[str, HeldTensor], dict[str, Any]]], list[tuple[list[str], dict[str, Any]]]]
+
+class StateOfRank:
+    def __init__(
+        self,
+        model: Sequence[tuple[str, HeldTensor]],
+        optimizer: OptimizerByName | None,
+        extra: dict[str, Any],
+        device: torch.device,
+    ) -> None: ...
+
+class IncompatibleKeys:
+    missing: list[str]
+    unexpected: list[str]
+
+class LoadedState:
+    path: str
+    step: int
+    extra: dict[str, Any]
+    keys: IncompatibleKeys
+
+def held_behind(tensor: torch.Tensor) -> HeldTensor: ...
+def held_like(held: HeldTensor, tensor: torch.Tensor) -> HeldTensor: ...
+def held_piece(
+    sizes_and_strides: tuple[Sequence[int], Sequence[int]],
+    extent: tuple[int, int, int, int],
+    local: torch.Tensor,
+    first_replica: bool,
+) -> HeldTensor: ...
+def copy_elements(source: HeldTensor, target: HeldTensor) -> None: ...
+def latest(dir: str) -> str | None: ...
+def save(
+    dir: str, step: int, state: Callable[[], StateOfRank], keep_last: int, block_bytes: int, group: Group
+) -> str: ...
+
+# `target` has the methods `model()`, `prepare(read, optimizer)` and `take_over()`.
+def load(
+    dir: str, target: Any, with_optimizer: bool, device: torch.device, strict: bool, random_numbers: bool, group: Group
+) -> LoadedState: ...
+def export_safetensors(
+    dir: str, target: Any, max_shard_bytes: int, name_in_files: Callable[[str], str] | None, group: Group
+) -> None: ...
+def import_safetensors(
+    path: str, target: Any, strict: bool, name_in_files: Callable[[str], str] | None, group: Group
+) -> IncompatibleKeys: ...
 def share_comm_ctx(units: Sequence[Unit]) -> None: ...
 def show_as(shard: torch.Tensor, shown: ShownShard) -> None: ...
 def show_in_place(shard: torch.Tensor, shown: ShownShard) -> None: ...

@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (  # noqa: E402
 )
 
 from ._C import CommError, Error, __version__  # noqa: E402
+from ._checkpoint import LoadedState, export_safetensors, import_safetensors, latest, load, save  # noqa: E402
 from ._fsdp1.module import FullyShardedDataParallel  # noqa: E402
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ._mesh import use_shared_memory  # noqa: E402
@@ -44,12 +45,17 @@ __all__ = [
     "DataParallelMeshDims",
     "describe",
     "Error",
+    "export_safetensors",
     "FlatParameter",
     "FSDPModule",
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "fully_shard",
     "FullyShardedDataParallel",
+    "import_safetensors",
+    "latest",
+    "load",
+    "LoadedState",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MixedPrecision",
@@ -58,6 +64,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "register_fsdp_forward_method",
+    "save",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include <c10/util/accumulate.h>
+
 namespace fsdp::disk {
 
 namespace {
@@ -19,11 +21,15 @@ int64_t replica_of(const Mesh& mesh) {
   return replica;
 }
 
+bool is_whole(const HeldTensor& held) {
+  return held.extent.numel() == c10::multiply_integers(held.sizes);
+}
+
 } // namespace
 
 bool ReplicaTurns::is_mine(const HeldTensor& held) {
   if (!held.mesh) {
-    return is_first_rank_;
+    return is_whole(held) ? is_first_rank_ : held.first_replica;
   }
   const auto [place, is_new] = known_.emplace(held.local.unsafeGetTensorImpl(), false);
   if (is_new) {

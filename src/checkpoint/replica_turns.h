@@ -10,7 +10,8 @@
 namespace fsdp::disk {
 
 /// Who writes what several ranks have. Replicas of a shard take turns, so that they write about as much each; what is
-/// not sharded comes from the first rank. All of them have to ask for the same tensors in the same order.
+/// not sharded comes from the first rank, and what others than libfsdp have cut from the first replica. All of them
+/// have to ask for the same tensors in the same order.
 class ReplicaTurns {
  public:
   explicit ReplicaTurns(bool is_first_rank) : is_first_rank_(is_first_rank) {}

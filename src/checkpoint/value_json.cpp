@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include <ATen/core/Dict.h>
 #include <ATen/core/List.h>
 #include <ATen/core/ivalue_inl.h>
 #include <ATen/core/jit_type.h>
@@ -26,6 +27,10 @@ json number(double value) {
   return {{"float", std::isnan(value) ? "nan" : value > 0 ? "inf" : "-inf"}};
 }
 
+bool is_key(const IValue& value) {
+  return value.isString() || value.isInt();
+}
+
 json encode(const IValue& value, const std::string& name, int depth);
 
 template <typename Values>
@@ -33,6 +38,16 @@ json encode_each(const Values& values, const std::string& name, int depth) {
   json list = json::array();
   for (const auto& value : values) {
     list.push_back(encode(value, name, depth + 1));
+  }
+  return list;
+}
+
+// In their order, which objects do not keep; and keys may be numbers.
+json encode_items(const c10::impl::GenericDict& dict, const std::string& name, int depth) {
+  json list = json::array();
+  for (const auto& item : dict) {
+    FSDP_CHECK(is_key(item.key()), "[save] '{}' has a dictionary whose keys are not texts or whole numbers", name);
+    list.push_back({encode(item.key(), name, depth + 1), encode(item.value(), name, depth + 1)});
   }
   return list;
 }
@@ -54,10 +69,14 @@ json encode(const IValue& value, const std::string& name, int depth) {
     return value.toStringRef();
   }
   FSDP_CHECK(
-      depth < kDeepest && (value.isTuple() || value.isList()),
-      "[save] '{}' is {}: expected a number, a text, a tensor, or a list or tuple of numbers and texts",
+      depth < kDeepest && (value.isTuple() || value.isList() || value.isGenericDict()),
+      "[save] '{}' is, or has in it, {}: expected a number, a text, a tensor, or a list, tuple or dictionary of "
+      "numbers and texts",
       name,
       value.tagKind());
+  if (value.isGenericDict()) {
+    return {{"dict", encode_items(value.toGenericDict(), name, depth)}};
+  }
   if (value.isTuple()) {
     return {{"tuple", encode_each(value.toTupleRef().elements(), name, depth)}};
   }
@@ -113,10 +132,43 @@ std::vector<IValue> decode_each(const json& list, const std::string& name, int d
   return values;
 }
 
+c10::TypePtr type_of_all(const std::vector<IValue>& values) {
+  if (are_all(values, [](const IValue& value) { return value.isString(); })) {
+    return c10::StringType::get();
+  }
+  if (are_all(values, [](const IValue& value) { return value.isInt(); })) {
+    return c10::IntType::get();
+  }
+  if (are_all(values, [](const IValue& value) { return value.isDouble(); })) {
+    return c10::FloatType::get();
+  }
+  return c10::AnyType::get();
+}
+
+IValue decode_items(const json& list, const std::string& name, int depth) {
+  FSDP_CHECK(list.is_array(), "[load] '{}' is no value that is saved: the index is damaged", name);
+  std::vector<IValue> keys, values;
+  for (const auto& item : list) {
+    const auto pair = decode_each(item, name, depth);
+    FSDP_CHECK(
+        pair.size() == 2 && is_key(pair[0]), "[load] '{}' is no value that is saved: the index is damaged", name);
+    keys.push_back(pair[0]);
+    values.push_back(pair[1]);
+  }
+  c10::impl::GenericDict dict(type_of_all(keys), type_of_all(values));
+  for (size_t i = 0; i < keys.size(); ++i) {
+    dict.insert_or_assign(keys[i], values[i]);
+  }
+  return dict;
+}
+
 IValue decode_tagged(const json& object, const std::string& name, int depth) {
   FSDP_CHECK(object.size() == 1, "[load] '{}' is no value that is saved: the index is damaged", name);
   if (object.begin().key() == "float") {
     return special(object.begin().value(), name);
+  }
+  if (object.begin().key() == "dict") {
+    return decode_items(object.begin().value(), name, depth);
   }
   FSDP_CHECK(object.begin().key() == "tuple", "[load] '{}' is no value that is saved: the index is damaged", name);
   return c10::ivalue::Tuple::create(decode_each(object.begin().value(), name, depth));

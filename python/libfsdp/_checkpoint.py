@@ -1,0 +1,154 @@
+"""Checkpoints on disk, and weights for other programs: the files of the C++ library."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from . import _C
+from ._held import Named, named_tensors
+from ._mesh import group_of, group_of_one
+from ._optimizer_by_name import OptimizerByName, StateByName
+from ._state import states_below
+
+Path = str | os.PathLike[str]
+Group = dist.ProcessGroup | None
+NameInFiles = Callable[[str], str] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedState:
+    """What ``load`` says of a checkpoint."""
+
+    path: str
+    step: int
+    extra: dict[str, Any]
+    missing_keys: list[str]  # of the model, unless ``strict``
+    unexpected_keys: list[str]
+
+
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: dict[str, Any] | None = None,
+    keep_last: int = 0,
+    block_bytes: int = 1 << 20,
+    process_group: Group = None,
+) -> str:
+    """Writes the checkpoint FOLDER/step-NNNNNNNN, and returns its path: the model, sharded or not, the optimizer, the random
+    number generators, and ``extra`` of the first rank: numbers, texts, None, tensors, and lists, tuples and dictionaries of
+    numbers and texts, such as a scheduler's ``state_dict()``.
+
+    Each rank writes what it has. The checkpoint appears when all of it is on the disk; whatever happens before, those that
+    are there stay. ``keep_last``: how many of them, 0 for all. An error on one rank is a ``libfsdp.Error`` on all.
+    Collective, on the ranks of ``process_group``, or all.
+    """
+    device = _device_of(model)
+
+    def state() -> _C.StateOfRank:
+        named = named_tensors(model)
+        by_name = None if optimizer is None else OptimizerByName(optimizer, named).state()
+        return _C.StateOfRank([(each.name, each.held) for each in named], by_name, extra or {}, device)
+
+    return _C.save(os.fspath(folder), step, state, keep_last, block_bytes, _group(process_group, device))
+
+
+def latest(folder: Path) -> str | None:
+    """The path of the checkpoint of the highest step."""
+    return _C.latest(os.fspath(folder))
+
+
+def load(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+    random_numbers: bool = True,
+    process_group: Group = None,
+) -> LoadedState:
+    """From a checkpoint, or the latest in a run's folder, into a model and an optimizer however they are sharded, or not at
+    all, on any number of ranks. Each rank reads what it needs. Nothing changes if there is an error, which is a
+    ``libfsdp.Error`` on all ranks. ``random_numbers``: the generators of torch go on where they were. Collective."""
+    device = _device_of(model)
+    target = _Target(model, optimizer)
+    group = _group(process_group, device)
+    loaded = _C.load(os.fspath(folder), target, optimizer is not None, device, strict, random_numbers, group)
+    return LoadedState(loaded.path, loaded.step, loaded.extra, loaded.keys.missing, loaded.keys.unexpected)
+
+
+def export_safetensors(
+    folder: Path,
+    model: nn.Module,
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+    name_in_files: NameInFiles = None,
+    process_group: Group = None,
+) -> None:
+    """Writes FOLDER/model.safetensors, or numbered files with an index, as the Hugging Face libraries read them. Each rank
+    writes what it has to its places: nothing is gathered. ``name_in_files`` is given a tensor's name in the model.
+    Collective."""
+    group = _group(process_group, _device_of(model))
+    _C.export_safetensors(os.fspath(folder), _Target(model, to_write=False), max_shard_bytes, name_in_files, group)
+
+
+def import_safetensors(
+    path: Path,
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    name_in_files: NameInFiles = None,
+    process_group: Group = None,
+) -> nn.modules.module._IncompatibleKeys:
+    """Reads such a folder, or one file, into a model, sharded or not: each rank its elements, whose dtype becomes the
+    model's. A tied weight has to be there under one of its names. Collective."""
+    group = _group(process_group, _device_of(model))
+    keys = _C.import_safetensors(os.fspath(path), _Target(model), strict, name_in_files, group)
+    return nn.modules.module._IncompatibleKeys(keys.missing, keys.unexpected)
+
+
+class _Target:
+    """What values that are read go into. Its methods are called one after another, on all ranks alike."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, to_write: bool = True):
+        self._model, self._optimizer, self._to_write = model, optimizer, to_write
+        self._named: dict[str, Named] = {}
+        self._read: list[tuple[str, _C.HeldTensor]] = []
+        self._state: dict[str, Any] | None = None
+
+    def model(self) -> list[tuple[str, _C.HeldTensor]]:
+        self._named = {each.name: each for each in named_tensors(self._model, self._to_write)}
+        return [(name, each.held) for name, each in self._named.items()]
+
+    def prepare(self, read: list[tuple[str, _C.HeldTensor]], optimizer: StateByName | None) -> None:
+        self._read = read
+        if optimizer is not None:
+            self._state = OptimizerByName(self._optimizer, self._named.values()).made(optimizer)
+
+    def take_over(self) -> None:
+        for name, held in self._read:
+            _C.copy_elements(held, self._named[name].held)
+        if self._state is not None:
+            self._optimizer.load_state_dict(self._state)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """On which it is trained."""
+    states = states_below(model)
+    if states:
+        return states[0].device
+    tensor = next(iter(model.parameters()), None)
+    return torch.device("cpu") if tensor is None or tensor.is_meta else tensor.device
+
+
+def _group(process_group: Group, device: torch.device) -> _C.Group:
+    if process_group is None:
+        process_group = dist.group.WORLD if dist.is_initialized() else None
+    return group_of_one() if process_group is None else group_of(process_group, device)

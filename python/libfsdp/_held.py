@@ -1,0 +1,155 @@
+"""What this rank has of each tensor of a model, by the names of the unsharded one: of a model that ``fully_shard`` or
+``FullyShardedDataParallel`` has sharded, of one whose parameters are other ``DTensor``s, or of a plain one."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from . import _C
+from ._fsdp1._pytorch import clean_tensor_name
+from ._fsdp1.buffers import saved_dtype
+from ._fsdp1.flat import Part
+from ._registered import Registered, sharded_behind
+from ._sharded import Sharded
+from ._state import states_below
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Named:
+    """A parameter or buffer under one of its names."""
+
+    name: str
+    tensor: torch.Tensor  # as optimizers have it: a parameter, or the flat one in which it is a part
+    held: _C.HeldTensor
+    part: Part | None = None  # of a flat parameter
+    is_buffer: bool = False
+
+
+def named_tensors(model: nn.Module, to_write: bool = False) -> list[Named]:
+    """In the order of the modules, each module's parameters before its buffers; a tied one is there under each of its
+    names. ``to_write``: values come into them. Collective where users have registered other parameters."""
+    for state in states_below(model):
+        if not state.intact():
+            state.follow()
+    held: dict[int, _C.HeldTensor] = {}  # tied ones are one
+    found = []
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in _parameters(module):
+            full_name = _clean(path, name)
+            sharded = sharded_behind(tensor)
+            key = id(sharded or tensor)
+            if key not in held:
+                held[key] = _held_parameter(full_name, tensor, sharded)
+            if isinstance(sharded, Part):
+                found.append(Named(full_name, sharded.parameter, held[key], sharded))
+            else:
+                found.append(Named(full_name, sharded.parameter if sharded else tensor, held[key]))
+        for name, buffer in _buffers(module):
+            if id(buffer) not in held:
+                held[id(buffer)] = _held_buffer(buffer, to_write)
+            found.append(Named(_clean(path, name), buffer, held[id(buffer)], is_buffer=True))
+        _warn_of_extra_state(path, module)
+    return found
+
+
+def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    registered = module._parameters
+    if not isinstance(registered, Registered):
+        yield from ((name, tensor) for name, tensor in registered.items() if tensor is not None)
+        return
+    for name, tensor in registered.slots():
+        sharded = registered.hidden.get(name) or registered.sharded.get(name)
+        expected = None if sharded is None else sharded.handle if name in registered.hidden else sharded.parameter
+        if sharded is not None and tensor is not expected and name in registered and registered[name] is not expected:
+            raise _C.Error(
+                f"[state] another tensor is in the place of '{name}' of a {type(module).__name__} for a while: end "
+                "summon_full_params or functional_call first"
+            )
+        if tensor is not None:
+            yield name, tensor
+
+
+def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield name, buffer
+
+
+def _clean(path: str, name: str) -> str:
+    return clean_tensor_name(f"{path}.{name}" if path else name).replace("_orig_mod.", "")
+
+
+def _held_parameter(name: str, tensor: torch.Tensor, sharded: Sharded | None) -> _C.HeldTensor:
+    if sharded is not None and sharded.is_extended or _is_subclass(tensor):
+        raise _C.Error(
+            f"[state] '{name}' is a tensor subclass, whose parts have no names in files: use torch.distributed.checkpoint, "
+            "which pickles them"
+        )
+    if sharded is not None and not (sharded.around and sharded.around.cuts):
+        return _C.held_behind(sharded.handle)
+    return _held_dtensor(name, tensor) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
+
+
+def _is_subclass(tensor: torch.Tensor) -> bool:
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer)
+
+
+def _held_buffer(buffer: torch.Tensor, to_write: bool) -> _C.HeldTensor:
+    if isinstance(buffer, DTensor):
+        return _held_dtensor("buffer", buffer)
+    return _C.held_behind(buffer if to_write else buffer.to(saved_dtype(buffer)))
+
+
+def _held_dtensor(name: str, tensor: DTensor) -> _C.HeldTensor:
+    """Whoever has cut it, along whatever dimensions of its mesh."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise _C.Error(f"[state] '{name}' is a sum that is not added up yet ({placements}): redistribute it first")
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    coordinate = mesh.get_coordinate()
+    is_first = coordinate is not None and all(
+        place == 0 for place, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()
+    )
+    strides = _contiguous_strides(tensor.shape)
+    extent = _extent(name, tensor.shape, tuple(shape), tuple(offset))
+    return _C.held_piece((list(tensor.shape), strides), extent, tensor._local_tensor, is_first)
+
+
+def _contiguous_strides(sizes: torch.Size) -> list[int]:
+    return [math.prod(max(size, 1) for size in sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def _extent(name: str, sizes: torch.Size, shape: tuple[int, ...], offset: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Of a block: equal runs at equal distances, in the order of a contiguous whole."""
+    if math.prod(shape) == 0:
+        return 0, 0, 0, 0
+    strides = _contiguous_strides(sizes)
+    first = sum(begin * stride for begin, stride in zip(offset, strides, strict=True))
+    cut = [dim for dim in range(len(sizes)) if shape[dim] != sizes[dim]]
+    if not cut:
+        return 0, math.prod(shape), math.prod(shape), 1
+    last = cut[-1]
+    run, stride = shape[last] * strides[last], sizes[last] * strides[last]
+    if len(cut) > 2 or (len(cut) == 2 and math.prod(sizes[: cut[0]]) != 1):
+        raise _C.Error(
+            f"[state] '{name}', of sizes {list(sizes)}, is cut along dimensions {cut}: what a rank has of it are no runs "
+            "at equal distances. Use torch.distributed.checkpoint"
+        )
+    return first, run, stride, math.prod(shape[:last])
+
+
+def _warn_of_extra_state(path: str, module: nn.Module) -> None:
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        warnings.warn(
+            f"'{path}', a {type(module).__name__}, has a get_extra_state(), which is not saved with its tensors: give it to "
+            "save as a value of extra",
+            stacklevel=2,
+        )
