@@ -25,6 +25,7 @@ void bind_mesh(py::module_& m);
 void bind_module_state(py::module_& m);
 void bind_plain_shard(py::module_& m);
 void bind_policy(py::module_& m);
+void bind_saved_checkpoint(py::module_& m);
 void bind_saved_state(py::module_& m);
 void bind_summon(py::module_& m);
 void bind_trace(py::module_& m);

@@ -19,5 +19,6 @@ PYBIND11_MODULE(_C, m) {
   python::bind_clip_grad_norm(m);
   python::bind_trace(m);
   python::bind_held(m);
+  python::bind_saved_checkpoint(m);
   python::bind_saved_state(m);
 }

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import (  # noqa: E402
     StateDictType,
 )
 
-from ._C import CommError, Error, __version__  # noqa: E402
+from ._C import CommError, Error, SavedCheckpoint, __version__  # noqa: E402
 from ._checkpoint import LoadedState, export_safetensors, import_safetensors, latest, load, save  # noqa: E402
 from ._fsdp1.module import FullyShardedDataParallel  # noqa: E402
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
@@ -65,6 +65,7 @@ __all__ = [
     "OptimStateKeyType",
     "register_fsdp_forward_method",
     "save",
+    "SavedCheckpoint",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",

@@ -92,6 +92,8 @@ def _held_parameter(name: str, tensor: torch.Tensor, sharded: Sharded | None) ->
         )
     if sharded is not None and not (sharded.around and sharded.around.cuts):
         return _C.held_behind(sharded.handle)
+    if sharded is not None:
+        _C.held_behind(sharded.handle)  # what was written to the handle is in the shard
     return _held_dtensor(name, tensor) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
 
 

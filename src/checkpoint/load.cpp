@@ -8,12 +8,10 @@
 #include "checkpoint/all_agree.h"
 #include "checkpoint/check_model.h"
 #include "checkpoint/checkpoint_index.h"
-#include "checkpoint/file.h"
-#include "checkpoint/folder.h"
 #include "checkpoint/names_in_index.h"
+#include "checkpoint/open_index.h"
 #include "checkpoint/piece_reader.h"
 #include "checkpoint/random_state.h"
-#include "checkpoint/run_folder.h"
 #include "state/make_optim_state.h"
 
 namespace fsdp {
@@ -21,20 +19,6 @@ namespace fsdp {
 namespace {
 
 using namespace disk; // NOLINT: what it is made of
-
-std::string find_checkpoint(const std::string& dir) {
-  if (is_file(dir + "/" + kIndexName)) {
-    return dir;
-  }
-  const auto found = RunFolder(dir).latest();
-  FSDP_CHECK(found, "[load] {} has no checkpoint, and is none: give the folder that save was given", dir);
-  return *found;
-}
-
-CheckpointIndex read_index(const std::string& folder) {
-  const std::string path = folder + "/" + kIndexName;
-  return parse_index(read_text(path, kLongestIndex, File::Links::kRefuse), path);
-}
 
 /// The rest of a name that begins so.
 std::optional<std::string> after(const std::string& name, std::string_view begin) {

@@ -1,6 +1,7 @@
 // Checkpoints that one arrangement of ranks saves and another loads.
 
 #include <cmath>
+#include <cstdlib>
 #include <limits>
 #include <map>
 
@@ -206,6 +207,12 @@ TEST_F(Saves, OfAnotherMemoryOrderAreLoaded) {
 TEST_F(Saves, HaveValuesOfTheProgram) {
   using c10::IValue;
   const double infinity = std::numeric_limits<double>::infinity();
+  c10::Dict<std::string, int64_t> counts;
+  counts.insert("b", 2);
+  counts.insert("a", 1);
+  c10::impl::GenericDict nested(c10::IntType::get(), c10::AnyType::get());
+  nested.insert(3, counts);
+  nested.insert(1, infinity);
   const std::map<std::string, IValue> extra{
       {"count", int64_t{1} << 62},
       {"whole", 2.0},
@@ -219,6 +226,8 @@ TEST_F(Saves, HaveValuesOfTheProgram) {
       {"pair", c10::ivalue::Tuple::create(IValue(1), IValue(2.5))},
       {"numbers", std::vector<int64_t>{3, 4}},
       {"reals", std::vector<double>{0.5, infinity}},
+      {"counts", counts},
+      {"nested", nested},
       {"mixed", c10::ivalue::Tuple::create(std::vector<IValue>{IValue("a"), std::vector<int64_t>{1}})}};
   torch::nn::Linear model(2, 2);
   auto given = extra;
@@ -235,7 +244,7 @@ TEST_F(Saves, HaveValuesOfTheProgram) {
   const auto message = error_message([&] {
     save(folder(), {.model = model, .extra = {{"device", c10::Device(c10::kCPU)}}, .step = 4});
   });
-  EXPECT_TRUE(contains(message, "'device' is Device: expected a number")) << message;
+  EXPECT_TRUE(contains(message, "'device' is, or has in it, Device: expected a number")) << message;
   EXPECT_EQ(disk::names_in(folder()), std::vector<std::string>{"step-00000003"});
 }
 
@@ -262,6 +271,28 @@ TEST_F(Saves, KeepTheLast) {
     EXPECT_EQ(latest(folder()), folder() + "/step-00000003");
     EXPECT_EQ(disk::names_in(folder()), (std::vector<std::string>{"step-00000002", "step-00000003"}));
     EXPECT_EQ(load(folder() + "/step-00000002", run.to_load()).step, 2);
+  });
+}
+
+// Not a test by itself: tests/python/test_checkpoints.py begins the run, and ends it.
+TEST(GoesOnFromPython, DISABLED_OnOtherRanks) {
+  on_threads(3, [&] {
+    torch::nn::Sequential model(torch::nn::Linear(5, 7), torch::nn::Tanh(), torch::nn::Linear(7, 3));
+    fully_shard(model);
+    fsdp::optim::AdamW optimizer(fsdp::parameters(model), torch::optim::AdamWOptions());
+    auto loaded = load(std::getenv("FSDP_TEST_FROM"), {.model = model, .optimizer = &optimizer});
+    auto losses = loaded.extra.at("losses").toDoubleList();
+    for (int64_t step = loaded.step; step < loaded.step + 2; ++step) {
+      const auto x = torch::arange(20.0).add(step).sin().view({4, 5});
+      const auto loss = model->forward(x).pow(2).mean();
+      loss.backward();
+      optimizer.step();
+      optimizer.zero_grad();
+      losses.push_back(loss.item<double>());
+    }
+    save(
+        std::getenv("FSDP_TEST_TO"),
+        {.model = model, .optimizer = &optimizer, .extra = {{"losses", losses}}, .step = loaded.step + 2});
   });
 }
 

@@ -1,0 +1,292 @@
+"""torch.distributed.checkpoint on models that libfsdp has sharded, beside PyTorch's ``fully_shard``; and tools/dcp.py."""
+
+import itertools
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import state_dict as helpers
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+import libfsdp
+from fsdp1_subjects import quietly
+from harness import on_ranks, run
+from libfsdp import fully_shard
+from subjects import loss_of, mine, rows, seeded, whole
+
+Options = helpers.StateDictOptions
+TOOL = str(pathlib.Path(__file__).parents[2] / "tools" / "dcp.py")
+
+
+def some_model():
+    """With a frozen parameter, one that two ranks do not share evenly, and a buffer."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 9), nn.Linear(9, 3)))
+    model[0].bias.requires_grad_(False)
+    model[2].register_buffer("count", torch.arange(3))
+    return model
+
+
+class Trained:
+    def __init__(self, shard, seed=1, steps=1):
+        self.model = seeded(some_model, seed)
+        shard(self.model[2])
+        shard(self.model)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [{"params": trained[:2], "lr": 2e-2}, {"params": trained[2:]}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        for step in range(steps):
+            self.step(step)
+
+    def step(self, number):
+        loss = loss_of(self.model, mine(rows(number, 5)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def combinations(**values):
+    return [dict(zip(values, each)) for each in itertools.product(*values.values())]
+
+
+def outcome(function, *args, **kwargs):
+    """What a function returns, or the type of what it raises."""
+    try:
+        return quietly(function, *args, **kwargs)
+    except Exception as error:
+        return type(error)
+
+
+def check_alike(ours, theirs, what):
+    assert type(ours) is type(theirs), what
+    if isinstance(ours, dict):
+        assert list(ours) == list(theirs), what
+        for key, value in ours.items():
+            check_alike(value, theirs[key], f"{what} {key}")
+    elif isinstance(ours, (list, tuple)):
+        assert len(ours) == len(theirs), what
+        for i, (a, b) in enumerate(zip(ours, theirs)):
+            check_alike(a, b, f"{what} {i}")
+    elif isinstance(ours, DTensor):
+        assert (ours.placements, ours.device_mesh) == (theirs.placements, theirs.device_mesh), what
+        torch.testing.assert_close(ours.to_local(), theirs.to_local(), msg=lambda m: f"{what}: {m}")
+    elif isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, msg=lambda m: f"{what}: {m}")
+    else:
+        assert ours == theirs, what
+
+
+GETS = combinations(
+    full_state_dict=(False, True),
+    cpu_offload=(False, True),
+    ignore_frozen_params=(False, True),
+    keep_submodule_prefixes=(False, True),
+    flatten_optimizer_state_dict=(False, True),
+)
+SETS = combinations(
+    full_state_dict=(False, True),
+    broadcast_from_rank0=(False, True),
+    cpu_offload=(False, True),
+    strict=(False, True),
+    flatten_optimizer_state_dict=(False, True),
+)
+
+
+@on_ranks(2, comm=("shm",))
+def test_state_dict_helpers_give_what_they_give_of_pytorchs():
+    ours, theirs = Trained(fully_shard), Trained(torch_fully_shard)
+    for options in GETS:
+        for below in (False, True):
+            given = [
+                (each.model, {"submodules": {each.model[2]}} if below else {}, each.optimizer) for each in (ours, theirs)
+            ]
+            states = [
+                outcome(helpers.get_model_state_dict, model, options=Options(**options), **more) for model, more, _ in given
+            ]
+            check_alike(*states, f"model, below {below}, {options}:")
+            states = [
+                outcome(helpers.get_optimizer_state_dict, model, optimizer, options=Options(**options), **more)
+                for model, more, optimizer in given
+            ]
+            check_alike(*states, f"optimizer, below {below}, {options}:")
+
+
+@on_ranks(2, comm=("shm",))
+def test_state_dict_helpers_take_what_they_take_for_pytorchs():
+    ours, theirs = Trained(fully_shard, steps=2), Trained(torch_fully_shard, steps=2)
+    for options in SETS:
+        for missing in (False, True):
+            results = []
+            for shard, source in ((fully_shard, ours), (torch_fully_shard, theirs)):
+                results.append(_set(shard, source, options, missing))
+            check_alike(*results, f"missing {missing}, {options}:")
+
+
+def _set(shard, source, options, missing):
+    """The values afterwards, and the loss of a further step; or the error."""
+    options = Options(**options)
+    model_state, optimizer_state = quietly(
+        helpers.get_state_dict,
+        source.model,
+        source.optimizer,
+        options=Options(
+            full_state_dict=options.full_state_dict, flatten_optimizer_state_dict=options.flatten_optimizer_state_dict
+        ),
+    )
+    if missing:
+        model_state.pop("2.1.bias", None)
+    if options.broadcast_from_rank0 and options.full_state_dict and dist.get_rank() != 0:
+        model_state, optimizer_state = {}, {}
+    target = Trained(shard, seed=3)
+    result = [
+        outcome(
+            helpers.set_state_dict,
+            target.model,
+            target.optimizer,
+            model_state_dict=model_state,
+            optim_state_dict=optimizer_state,
+            options=options,
+        )
+    ]
+    if isinstance(result[0], type):
+        return [result[0]]
+    values = {name: whole(value) for name, value in target.model.state_dict().items()}
+    return [tuple(result[0]), values, target.step(5)]
+
+
+@on_ranks(2, comm=("shm",))
+def test_names_of_the_file_may_differ():
+    """``dsd_fqn_modifiers``, PyTorch's way for a module to have other names in state dicts."""
+
+    class Renamed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(5, 7)
+
+        def forward(self, x):
+            return self.inner(x)
+
+        def _fqn_modifiers(self):
+            return {"inner": "outer"}
+
+    def state(shard):
+        model = nn.Sequential(seeded(Renamed))
+        shard(model)
+        return quietly(helpers.get_model_state_dict, model, options=Options(dsd_fqn_modifiers="_fqn_modifiers"))
+
+    check_alike(state(fully_shard), state(torch_fully_shard), "")
+
+
+@on_ranks(2)
+def test_async_save_and_files_of_hugging_face(folder=None):
+    trained, other = Trained(fully_shard), Trained(fully_shard, seed=3)
+    model, optimizer = helpers.get_state_dict(trained.model, trained.optimizer)
+    saving = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/async")
+    wanted = {name: whole(value).clone() for name, value in trained.model.state_dict().items()}
+    later = trained.step(1)
+    saving.result()
+    model, optimizer = helpers.get_state_dict(other.model, other.optimizer)
+    dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=f"{folder}/async")
+    helpers.set_state_dict(other.model, other.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(whole(value), wanted[name]), name
+    assert torch.equal(other.step(1), later), "the optimizer's state too"
+    pytest.importorskip("safetensors", reason="the package safetensors is not installed")
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+    writer = HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True, enable_consolidation=True)
+    dcp.save(trained.model.state_dict(), storage_writer=writer)
+    state = other.model.state_dict()
+    dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{folder}/hf"))
+    for name, value in trained.model.state_dict().items():
+        assert torch.equal(whole(state[name]), whole(value)), name
+
+
+class OnAnyRanks(Trained):
+    """All ranks see the same, so that their number changes the order of additions at most."""
+
+    def step_alike(self, number):
+        loss = loss_of(self.model, torch.randn(4, 5, generator=torch.Generator().manual_seed(number)))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+@on_ranks(2)
+def with_pytorch(begin, end, path, losses, to=None):
+    trained = OnAnyRanks(torch_fully_shard, steps=0)
+    if begin > 0:
+        model, optimizer = helpers.get_state_dict(trained.model, trained.optimizer)
+        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=path)
+        helpers.set_state_dict(trained.model, trained.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    values = [trained.step_alike(step).item() for step in range(begin, end)]
+    if dist.get_rank() == 0:
+        pathlib.Path(losses).write_text(repr(values))
+    if to is not None:
+        model, optimizer = helpers.get_state_dict(trained.model, trained.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer, "epoch": 4}, checkpoint_id=to)
+
+
+@on_ranks(3)
+def with_libfsdp(begin, end, path, losses, to=None):
+    trained = OnAnyRanks(fully_shard, seed=2, steps=0)
+    loaded = libfsdp.load(path, trained.model, trained.optimizer, random_numbers=False)
+    assert loaded.extra == {"epoch": 4} and loaded.step == begin
+    values = [trained.step_alike(step).item() for step in range(begin, end)]
+    if dist.get_rank() == 0:
+        pathlib.Path(losses).write_text(repr(values))
+    libfsdp.save(to, trained.model, trained.optimizer, step=end, extra=loaded.extra)
+
+
+def convert(*arguments):
+    result = subprocess.run([sys.executable, TOOL, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout + result.stderr
+
+
+def test_pytorchs_run_on_2_ranks_goes_on_in_libfsdp_on_3_and_back(tmp_path):
+    where = {name: str(tmp_path / name) for name in ("dcp", "ours", "ours2", "dcp2", "a", "b", "c", "all")}
+    run(with_pytorch, 2, "gloo", dict(begin=0, end=3, path="", losses=where["a"], to=where["dcp"]))
+    convert("from-dcp", where["dcp"], where["ours"], "--step", 3)
+    run(with_libfsdp, 3, "shm", dict(begin=3, end=6, path=where["ours"], losses=where["b"], to=where["ours2"]))
+    convert("to-dcp", where["ours2"], where["dcp2"])
+    run(with_pytorch, 2, "gloo", dict(begin=6, end=9, path=where["dcp2"], losses=where["c"]))
+    run(with_pytorch, 2, "gloo", dict(begin=0, end=9, path="", losses=where["all"]))
+    got = [loss for name in "abc" for loss in eval(pathlib.Path(where[name]).read_text())]
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(eval(pathlib.Path(where["all"]).read_text())), rtol=1e-5, atol=0)
+
+
+@on_ranks(1, comm=("shm",))
+def saves_flattened(folder_of):
+    trained = Trained(fully_shard)
+    options = Options(flatten_optimizer_state_dict=True)
+    model, optimizer = helpers.get_state_dict(trained.model, trained.optimizer, options=options)
+    dcp.save({"weights": model, "optim": optimizer, "thing": object}, checkpoint_id=f"{folder_of}/dcp")
+    libfsdp.save(f"{folder_of}/direct", trained.model, trained.optimizer, step=7)
+
+
+def test_states_that_dcp_has_flattened_are_converted(tmp_path):
+    run(saves_flattened, 1, "shm", dict(folder_of=str(tmp_path)))
+    said = convert(
+        "from-dcp", tmp_path / "dcp", tmp_path / "ours", "--model-key", "weights", "--optimizer-key", "optim", "--step", 7
+    )
+    assert "'thing' (type) is left out" in said
+    got, wanted = (libfsdp.SavedCheckpoint(tmp_path / name) for name in ("ours", "direct"))
+    names = [name for name in wanted.tensors if name.startswith(("model/", "optimizer/"))]
+    assert [name for name in got.tensors if not name.startswith("random/")] == names
+    for name in names:
+        assert torch.equal(got.read(name), wanted.read(name)), name
+    assert (got.step, got.optimizer) == (wanted.step, wanted.optimizer)
+    assert os.listdir(tmp_path / "ours") == ["step-00000007"], "what was converted over is gone"
+
+
+def test_the_tool_says_how_to_use_it():
+    assert "from-dcp folder runs/b" in convert("--help")
