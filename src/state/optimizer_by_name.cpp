@@ -168,8 +168,8 @@ void set_options(
 } // namespace
 
 MadeState::MadeState(torch::optim::Optimizer& optimizer, const OptimizerByName& by_name, const NewState& wanted)
-    : optimizer_(optimizer), kind_(by_name.kind()), options_(wanted.options) {
-  if (!kind_.needs_state()) {
+    : optimizer_(&optimizer), kind_(&by_name.kind()), options_(wanted.options) {
+  if (!kind_->needs_state()) {
     for (const NamedTensor* param : by_name.params()) {
       without_state_.push_back(param->trained().unsafeGetTensorImpl());
     }
@@ -179,16 +179,16 @@ MadeState::MadeState(torch::optim::Optimizer& optimizer, const OptimizerByName& 
     if (const engine::FlatShard* flat = param->flat()) {
       of_flat.try_emplace(flat, *flat).first->second.add(*param, state);
     } else {
-      states_.emplace_back(param->leaf().unsafeGetTensorImpl(), make_state(kind_, state));
+      states_.emplace_back(param->leaf().unsafeGetTensorImpl(), make_state(*kind_, state));
     }
   }
   for (const auto& [flat, together] : of_flat) {
-    states_.emplace_back(flat->tensor().unsafeGetTensorImpl(), make_state(kind_, together.state()));
+    states_.emplace_back(flat->tensor().unsafeGetTensorImpl(), make_state(*kind_, together.state()));
   }
 }
 
 void MadeState::give_to_optimizer() {
-  auto& states = optimizer_.state();
+  auto& states = optimizer_->state();
   for (void* param : without_state_) {
     states.erase(param);
   }
@@ -196,7 +196,7 @@ void MadeState::give_to_optimizer() {
     states[param] = std::move(state);
   }
   for (size_t group = 0; group < options_.size(); ++group) {
-    set_options(optimizer_.param_groups()[group].options(), kind_, options_[group]);
+    set_options(optimizer_->param_groups()[group].options(), *kind_, options_[group]);
   }
 }
 

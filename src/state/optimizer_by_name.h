@@ -77,8 +77,8 @@ class MadeState {
   void give_to_optimizer();
 
  private:
-  torch::optim::Optimizer& optimizer_;
-  const OptimizerKind& kind_;
+  torch::optim::Optimizer* optimizer_;
+  const OptimizerKind* kind_;
   std::vector<void*> without_state_{};
   std::vector<std::pair<void*, std::unique_ptr<torch::optim::OptimizerParamState>>> states_{};
   std::vector<OptimizerByName::Values> options_;
