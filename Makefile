@@ -10,7 +10,7 @@ SEED ?=
 PREFIX ?= /usr/local
 export PYTHON TORCH
 
-.PHONY: help setup build python train test soak bench clients asan tsan format check install package clean
+.PHONY: help setup build python train test soak fuzz bench clients asan tsan format check install package clean
 
 help: ## this text
 	@scripts/help.sh
@@ -48,6 +48,10 @@ tsan: setup ## all tests with the thread sanitizer, in build-tsan/
 	@scripts/build.sh tsan
 	@scripts/test.sh tsan
 
+fuzz: setup ## bytes that nobody would write, for what reads checkpoints: MINUTES=60 make fuzz
+	@scripts/setup.sh --fuzzer
+	@scripts/fuzz.sh $$(( $(MINUTES) * 60 ))
+
 format: ## format the sources in place
 	@scripts/setup.sh --tools clang-format
 	@scripts/format.sh
@@ -65,4 +69,4 @@ package: setup ## the same as a .deb and a .tar.gz, in build/
 	@cd build && cpack
 
 clean: ## remove all builds; .venv stays
-	@rm -rf build build-asan build-tsan build-tidy
+	@rm -rf build build-asan build-tsan build-tidy build-fuzz

@@ -52,6 +52,7 @@ PUBLIC = {
     "policy": "engine",
     "safetensors": "checkpoint",
     "save": "checkpoint",
+    "save_async": "checkpoint",
     "saved_checkpoint": "checkpoint",
     "saved_state": "checkpoint",
     "sharded_grad_scaler": "optim",

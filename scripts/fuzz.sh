@@ -16,6 +16,7 @@ sources=(src/base/{error,format,log,env}.cpp src/layout/*.cpp
   src/checkpoint/{safetensors_file,safetensors_header,safetensors_sax,system_error,value_json}.cpp
   tests/fuzz/checkpoint_fuzz.cpp)
 {
+  echo "builddir = $dir"
   echo "sanitizers = -fsanitize=address,undefined -fno-sanitize-recover=undefined"
   echo "rule compile"
   echo "  command = clang++ -std=c++20 -O1 -g -fsanitize=fuzzer-no-link \$sanitizers -Iinclude -Isrc -isystem $torch/include -MD -MF \$out.d -c \$in -o \$out"
@@ -30,6 +31,8 @@ sources=(src/base/{error,format,log,env}.cpp src/layout/*.cpp
 ninja -f "$dir/build.ninja" --quiet "$dir/checkpoint_fuzz"
 
 echo "Fuzzing for $seconds s"
+before=$(find "$dir/inputs" -type f | wc -l)
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=0 # LibTorch's own allocations stay until the end
 "$dir/checkpoint_fuzz" "$dir/inputs" tests/fuzz/corpus -max_total_time="$seconds" -max_len=4096 -rss_limit_mb=2048 \
-  -malloc_limit_mb=256 -timeout=10 -artifact_prefix="$dir/found/" -print_final_stats=1 -verbosity=0
+  -malloc_limit_mb=256 -timeout=10 -artifact_prefix="$dir/found/" -print_funcs=0 -verbosity=0
+echo "Nothing found; $(($(find "$dir/inputs" -type f | wc -l) - before)) inputs led somewhere new"

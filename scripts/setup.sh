@@ -1,6 +1,7 @@
 #!/bin/bash
 # Makes sure that everything a build needs is there: system packages, and torch in .venv unless PYTHON names a Python that has
-# it. Repeats nothing. With --tools clang-format ...: only these, which are packages of the same names.
+# it. Repeats nothing. With --tools clang-format ...: only these, which are packages of the same names. With --fuzzer: only
+# what scripts/fuzz.sh needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -123,7 +124,16 @@ print(*[package for module, package in [("pytest", "pytest"), ("scikit_build_cor
   fi
 }
 
-if [ "${1:-}" = --tools ]; then
+ensure_fuzzer() {
+  ensure_packages "$(missing_commands clang++:clang)" ""
+  local runtime
+  runtime=$(clang++ -print-file-name="libclang_rt.fuzzer-$(uname -m).a")
+  [ -e "$runtime" ] || ensure_packages "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ""
+}
+
+if [ "${1:-}" = --fuzzer ]; then
+  ensure_fuzzer
+elif [ "${1:-}" = --tools ]; then
   shift
   ensure_packages "$(for tool in "$@"; do missing_commands "$tool:$tool"; done)" ""
 else

@@ -21,6 +21,7 @@
 #include <fsdp/policy.h>
 #include <fsdp/safetensors.h>
 #include <fsdp/save.h>
+#include <fsdp/save_async.h>
 #include <fsdp/saved_checkpoint.h>
 #include <fsdp/saved_state.h>
 #include <fsdp/sharded_grad_scaler.h>

@@ -1,4 +1,5 @@
 #include <fsdp/error.h>
+#include <fsdp/save_async.h>
 #include <fsdp/saved_state.h>
 
 #include "bindings.h"
@@ -96,6 +97,21 @@ std::string save_state(const std::string& dir, int64_t step, const py::function&
       dir, step, [&] { return in_python([&] { return state().cast<StateOfRank>(); }); }, options);
 }
 
+PendingSave save_state_async(
+    const std::string& dir, int64_t step, const py::function& state, const SaveOptions& options) {
+  const py::gil_scoped_release no_gil;
+  return saved_state::save_async(
+      dir, step, [&] { return in_python([&] { return state().cast<StateOfRank>(); }); }, options);
+}
+
+/// Lets go of the save without the GIL: that may wait for the disk.
+struct DeletePendingSave {
+  void operator()(PendingSave* save) const {
+    const py::gil_scoped_release no_gil;
+    delete save;
+  }
+};
+
 LoadedState load_state(
     const std::string& dir,
     const py::object& target,
@@ -170,6 +186,9 @@ void bind_saved_state(py::module_& m) {
       .def_readonly("step", &LoadedState::step)
       .def_readonly("keys", &LoadedState::keys)
       .def_property_readonly("extra", [](const LoadedState& state) { return to_python(state.extra); });
+  py::class_<PendingSave, std::unique_ptr<PendingSave, DeletePendingSave>>(m, "PendingSave")
+      .def("done", &PendingSave::done)
+      .def("wait", &PendingSave::wait, NoGil());
   m.def(
       "save",
       [](const std::string& dir,
@@ -178,13 +197,36 @@ void bind_saved_state(py::module_& m) {
          int64_t keep_last,
          int64_t block_bytes,
          const std::shared_ptr<Group>& group) {
-        return save_state(dir, step, state, {keep_last, block_bytes, group});
+        return save_state(dir, step, state, {.keep_last = keep_last, .block_bytes = block_bytes, .group = group});
       },
       py::arg("dir"),
       py::arg("step"),
       py::arg("state"),
       py::arg("keep_last"),
       py::arg("block_bytes"),
+      py::arg("group"));
+  m.def(
+      "save_async",
+      [](const std::string& dir,
+         int64_t step,
+         const py::function& state,
+         int64_t keep_last,
+         int64_t block_bytes,
+         std::optional<int64_t> max_staged_bytes,
+         bool keep_staging_memory,
+         const std::shared_ptr<Group>& group) {
+        SaveOptions options{.keep_last = keep_last, .block_bytes = block_bytes, .group = group};
+        options.max_staged_bytes = max_staged_bytes.value_or(options.max_staged_bytes);
+        options.keep_staging_memory = keep_staging_memory;
+        return save_state_async(dir, step, state, options);
+      },
+      py::arg("dir"),
+      py::arg("step"),
+      py::arg("state"),
+      py::arg("keep_last"),
+      py::arg("block_bytes"),
+      py::arg("max_staged_bytes"),
+      py::arg("keep_staging_memory"),
       py::arg("group"));
   m.def(
       "load",

@@ -240,6 +240,21 @@ def save(
     dir: str, step: int, state: Callable[[], StateOfRank], keep_last: int, block_bytes: int, group: Group
 ) -> str: ...
 
+class PendingSave:
+    def done(self) -> bool: ...
+    def wait(self) -> str: ...
+
+def save_async(
+    dir: str,
+    step: int,
+    state: Callable[[], StateOfRank],
+    keep_last: int,
+    block_bytes: int,
+    max_staged_bytes: int | None,
+    keep_staging_memory: bool,
+    group: Group,
+) -> PendingSave: ...
+
 # `target` has the methods `model()`, `prepare(read, optimizer)` and `take_over()`.
 def load(
     dir: str, target: Any, with_optimizer: bool, device: torch.device, strict: bool, random_numbers: bool, group: Group

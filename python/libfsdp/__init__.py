@@ -28,7 +28,16 @@ from torch.distributed.fsdp import (  # noqa: E402
 )
 
 from ._C import CommError, Error, SavedCheckpoint, __version__  # noqa: E402
-from ._checkpoint import LoadedState, export_safetensors, import_safetensors, latest, load, save  # noqa: E402
+from ._checkpoint import (  # noqa: E402
+    LoadedState,
+    PendingSave,
+    export_safetensors,
+    import_safetensors,
+    latest,
+    load,
+    save,
+    save_async,
+)
 from ._fsdp1.module import FullyShardedDataParallel  # noqa: E402
 from ._fully_shard import fully_shard, register_fsdp_forward_method, share_comm_ctx  # noqa: E402
 from ._mesh import use_shared_memory  # noqa: E402
@@ -63,8 +72,10 @@ __all__ = [
     "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateKeyType",
+    "PendingSave",
     "register_fsdp_forward_method",
     "save",
+    "save_async",
     "SavedCheckpoint",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",

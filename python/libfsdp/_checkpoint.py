@@ -51,13 +51,50 @@ def save(
     Collective, on the ranks of ``process_group``, or all.
     """
     device = _device_of(model)
-
-    def state() -> _C.StateOfRank:
-        named = named_tensors(model)
-        by_name = None if optimizer is None else OptimizerByName(optimizer, named).state()
-        return _C.StateOfRank([(each.name, each.held) for each in named], by_name, extra or {}, device)
-
+    state = _state_of(model, optimizer, extra, device)
     return _C.save(os.fspath(folder), step, state, keep_last, block_bytes, _group(process_group, device))
+
+
+class PendingSave:
+    """A checkpoint that is being written while the program goes on. When nothing holds it any more, it waits for what this
+    rank writes; an error that nobody has asked for is then a warning."""
+
+    def __init__(self, save: _C.PendingSave):
+        self._save = save
+
+    def done(self) -> bool:
+        """Whether this rank is done with it. Communicates nothing."""
+        return self._save.done()
+
+    def wait(self) -> str:
+        """The checkpoint's path, once it is there. An error on one rank is a ``libfsdp.Error`` on all. Collective."""
+        return self._save.wait()
+
+
+def save_async(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: dict[str, Any] | None = None,
+    keep_last: int = 0,
+    block_bytes: int = 1 << 20,
+    max_staged_bytes: int | None = None,
+    keep_staging_memory: bool = True,
+    process_group: Group = None,
+) -> PendingSave:
+    """As ``save``, but returns once this rank's part is copied: what is saved is what is there at the call. The checkpoint
+    appears when all ranks have written theirs, whether or not anybody waits; another save or load of the same ranks waits for
+    it first. Of the part, no more than ``max_staged_bytes`` are copied; tensors beyond that are written before this returns.
+    The memory of the copies stays for the next ones, unless ``keep_staging_memory`` is false. Collective."""
+    device = _device_of(model)
+    state = _state_of(model, optimizer, extra, device)
+    group = _group(process_group, device)
+    folder = os.fspath(folder)
+    return PendingSave(
+        _C.save_async(folder, step, state, keep_last, block_bytes, max_staged_bytes, keep_staging_memory, group)
+    )
 
 
 def latest(folder: Path) -> str | None:
@@ -137,6 +174,17 @@ class _Target:
             _C.copy_elements(held, self._named[name].held)
         if self._state is not None:
             self._optimizer.load_state_dict(self._state)
+
+
+def _state_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None, device: torch.device
+) -> Callable[[], _C.StateOfRank]:
+    def state() -> _C.StateOfRank:
+        named = named_tensors(model)
+        by_name = None if optimizer is None else OptimizerByName(optimizer, named).state()
+        return _C.StateOfRank([(each.name, each.held) for each in named], by_name, extra or {}, device)
+
+    return state
 
 
 def _device_of(model: nn.Module) -> torch.device:

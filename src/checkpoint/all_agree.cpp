@@ -31,7 +31,8 @@ std::shared_ptr<Group> group_or_world(const std::shared_ptr<Group>& given) {
   if (given) {
     return given;
   }
-  return is_initialized() ? world() : group_of_one();
+  static const auto alone = group_of_one();
+  return is_initialized() ? world() : alone;
 }
 
 void all_agree(

@@ -6,11 +6,13 @@
 
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
+#include "checkpoint/background_save.h"
 #include "checkpoint/check_model.h"
 #include "checkpoint/checkpoint_index.h"
 #include "checkpoint/names_in_index.h"
 #include "checkpoint/open_index.h"
 #include "checkpoint/piece_reader.h"
+#include "checkpoint/progress.h"
 #include "checkpoint/random_state.h"
 #include "state/make_optim_state.h"
 
@@ -34,7 +36,20 @@ class Reading {
     return index_;
   }
 
-  ShardedStateDict model(const ShardedStateDict& here) {
+  /// Of what is going to be read into `here`.
+  int64_t bytes(const ShardedStateDict& here, bool with_optimizer) const {
+    int64_t bytes = 0;
+    for (const auto& [full_name, tensor] : index_.tensors) {
+      const auto optimizer_name = with_optimizer ? after(full_name, kOptimizer) : std::nullopt;
+      const auto name =
+          optimizer_name ? optimizer_name->substr(0, optimizer_name->rfind('/')) : after(full_name, kModel);
+      const HeldTensor* wanted = name ? here.find(*name) : nullptr;
+      bytes += wanted != nullptr ? bytes_of(*wanted, tensor.dtype) : 0;
+    }
+    return bytes;
+  }
+
+  ShardedStateDict model(const ShardedStateDict& here, Progress& progress) {
     std::map<const c10::TensorImpl*, HeldTensor> read; // under another name
     ShardedStateDict state;
     for (const auto& [full_name, tensor] : index_.tensors) {
@@ -53,12 +68,13 @@ class Reading {
       HeldTensor there = again ? known->second : reader_.read(full_name, *wanted);
       there.name = *name;
       read.emplace(impl, there);
+      progress.add(bytes_of(*wanted, tensor.dtype));
       state.insert(*name, std::move(there));
     }
     return state;
   }
 
-  ShardedOptimStateDict optimizer(const ShardedStateDict& here) {
+  ShardedOptimStateDict optimizer(const ShardedStateDict& here, Progress& progress) {
     FSDP_CHECK(
         index_.optimizer,
         "[load] {} was saved without an optimizer: load the model alone, or another checkpoint",
@@ -69,7 +85,7 @@ class Reading {
     }
     for (const auto& [full_name, tensor] : index_.tensors) {
       if (const auto name_and_key = after(full_name, kOptimizer)) {
-        add_state(dict, full_name, *name_and_key, here);
+        add_state(dict, full_name, *name_and_key, here, progress);
       }
     }
     for (const auto& group : index_.optimizer->groups) {
@@ -99,11 +115,16 @@ class Reading {
   }
 
  private:
+  static int64_t bytes_of(const HeldTensor& wanted, c10::ScalarType dtype) {
+    return wanted.extent.numel() * static_cast<int64_t>(c10::elementSize(dtype));
+  }
+
   void add_state(
       ShardedOptimStateDict& dict,
       const std::string& full_name,
       const std::string& name_and_key,
-      const ShardedStateDict& here) {
+      const ShardedStateDict& here,
+      Progress& progress) {
     const auto slash = name_and_key.rfind('/');
     FSDP_CHECK(
         slash != std::string::npos, "[load] {}: '{}' is no state's name: the index is damaged", folder_, full_name);
@@ -113,6 +134,7 @@ class Reading {
     }
     if (const HeldTensor* param = here.find(name)) {
       dict.state[name].tensors[name_and_key.substr(slash + 1)] = reader_.read(full_name, *param);
+      progress.add(bytes_of(*param, index_.tensors.at(full_name).dtype));
     }
   }
 
@@ -131,16 +153,24 @@ Staged stage(const std::string& folder, const StateTarget& target, const LoadOpt
   const auto here = target.model();
   Reading reading(folder);
   Staged staged{.result = {.path = folder, .step = reading.index().step, .extra = reading.extra()}};
-  StateOfRank read{.model = reading.model(here)};
+  Progress progress(
+      "loading step " + std::to_string(reading.index().step), reading.bytes(here, target.with_optimizer), rank == 0);
+  StateOfRank read{.model = reading.model(here, progress)};
   staged.result.keys = check_model(folder, here, read.model, options.strict);
   if (target.with_optimizer) {
-    read.optimizer = reading.optimizer(here);
+    read.optimizer = reading.optimizer(here, progress);
   }
   if (options.random_numbers) {
     staged.random_states = reading.random_states(rank);
     check_random_states(folder, staged.random_states, target.device);
   }
-  target.prepare(read);
+  try {
+    target.prepare(read);
+  } catch (const CommError&) {
+    throw;
+  } catch (const Error& error) {
+    throw Error(folder + ": " + error.what());
+  }
   return staged;
 }
 
@@ -149,6 +179,7 @@ Staged stage(const std::string& folder, const StateTarget& target, const LoadOpt
 LoadedState saved_state::load(const std::string& dir, const StateTarget& target, const LoadOptions& options) {
   const auto group = group_or_world(options.group);
   const Label label{"load", ""};
+  BackgroundSave::settle(group);
   std::string folder;
   all_agree(*group, label, [&] { folder = group->rank() == 0 ? find_checkpoint(dir) : ""; });
   folder = group->exchange(folder, label)[0];

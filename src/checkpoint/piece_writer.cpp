@@ -1,10 +1,8 @@
 #include "checkpoint/piece_writer.h"
 
 #include <algorithm>
-#include <unordered_map>
 
 #include "checkpoint/crc32c.h"
-#include "checkpoint/safetensors_file.h"
 #include "checkpoint/stored_elements.h"
 #include "engine/internal_scope.h"
 #include "state/named_tensors.h"
@@ -13,35 +11,22 @@ namespace fsdp::disk {
 
 namespace {
 
-using FirstNames = std::unordered_map<const c10::TensorImpl*, std::string>;
-
-bool has_bytes_here(const PieceToWrite& piece) {
-  return piece.written_here && piece.held.extent.numel() > 0;
-}
-
-/// The pieces of which the file consists, by their names in it.
-std::map<std::string, const PieceToWrite*> contents(const std::vector<PieceToWrite>& pieces, FirstNames& first_names) {
-  std::map<std::string, const PieceToWrite*> contents;
-  for (const auto& piece : pieces) {
-    const bool is_first = first_names.emplace(piece.held.local.unsafeGetTensorImpl(), piece.name).second;
-    if (is_first && has_bytes_here(piece)) {
-      contents[piece.name] = &piece;
-    }
-  }
-  return contents;
-}
-
-SafetensorsHeader header_of(const std::map<std::string, const PieceToWrite*>& contents) {
+SafetensorsHeader header_of(const std::map<std::string, HeldTensor>& contents) {
   SafetensorsHeader header;
-  for (const auto& [name, piece] : contents) {
-    header.tensors.push_back({name, piece->held.dtype(), {piece->held.extent.numel()}});
+  for (const auto& [name, held] : contents) {
+    header.tensors.push_back({name, held.dtype(), {held.extent.numel()}});
   }
   return header;
 }
 
-/// Writes the elements in the order of their extent, and returns the checksums of their blocks.
-std::vector<uint32_t> write_elements(SafetensorsWriter& writer, const HeldTensor& held, int64_t block_bytes) {
-  const at::Tensor elements = layout::in_memory_order(state::as_piece(held)).detach().reshape({-1});
+/// In the order of their extent.
+at::Tensor elements_of(const HeldTensor& held) {
+  return layout::in_memory_order(state::as_piece(held)).detach().reshape({-1});
+}
+
+/// Returns the checksums of the blocks.
+std::vector<uint32_t> write_elements(
+    SafetensorsWriter& writer, const at::Tensor& elements, int64_t block_bytes, Progress& progress) {
   const int64_t at_once = block_bytes / static_cast<int64_t>(elements.element_size());
   std::vector<uint32_t> checksums;
   for (int64_t begin = 0; begin < elements.numel(); begin += at_once) {
@@ -49,32 +34,86 @@ std::vector<uint32_t> write_elements(SafetensorsWriter& writer, const HeldTensor
     const at::Tensor block = stored(elements.narrow(0, begin, count));
     checksums.push_back(crc32c(block.const_data_ptr(), block.nbytes()));
     writer.write(block.const_data_ptr(), static_cast<int64_t>(block.nbytes()));
+    progress.add(static_cast<int64_t>(block.nbytes()));
   }
   return checksums;
 }
 
 } // namespace
 
-std::map<std::string, IndexedTensor> write_pieces(const std::vector<PieceToWrite>& pieces, const PieceFile& file) {
-  const engine::InternalScope scope;
-  FirstNames first_names;
-  const auto by_name = contents(pieces, first_names);
-  SafetensorsWriter writer(file.folder + "/" + file.name, header_of(by_name));
-  std::map<std::string, StoredPiece> written;
-  for (const auto& tensor : writer.tensors()) {
-    const HeldTensor& held = by_name.at(tensor.name)->held;
-    auto checksums = write_elements(writer, held, file.block_bytes);
-    written[tensor.name] = {file.name, writer.offset_of(tensor), held.extent, std::move(checksums)};
-  }
-  writer.finish();
-  std::map<std::string, IndexedTensor> index;
+PieceWriter::PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFile& file)
+    : block_bytes_(file.block_bytes) {
+  std::map<std::string, HeldTensor> contents;
   for (const auto& piece : pieces) {
-    auto& tensor = index[piece.name] = {piece.held.dtype(), piece.held.sizes, piece.held.strides};
-    if (has_bytes_here(piece)) {
-      tensor.pieces.push_back(written.at(first_names.at(piece.held.local.unsafeGetTensorImpl())));
+    add(piece, contents);
+  }
+  first_names_.clear(); // their tensors may go
+  writer_.emplace(file.folder + "/" + file.name, header_of(contents));
+  for (const auto& tensor : writer_->tensors()) {
+    HeldTensor& held = contents.at(tensor.name);
+    StoredPiece piece{file.name, writer_->offset_of(tensor), held.extent};
+    stored_.push_back({.name = tensor.name, .held = std::move(held), .piece = std::move(piece)});
+  }
+}
+
+void PieceWriter::add(const PieceToWrite& piece, std::map<std::string, HeldTensor>& contents) {
+  const HeldTensor& held = piece.held;
+  index_[piece.name] = {held.dtype(), held.sizes, held.strides};
+  const auto [first, is_first] = first_names_.emplace(held.local.unsafeGetTensorImpl(), piece.name);
+  if (piece.written_here && held.extent.numel() > 0) {
+    name_in_file_[piece.name] = first->second;
+    if (is_first) {
+      contents.emplace(piece.name, held);
     }
   }
-  return index;
+}
+
+int64_t PieceWriter::bytes() const {
+  return writer_->tensors().empty() ? 0 : writer_->tensors().back().end;
+}
+
+void PieceWriter::stage(int64_t most, bool keep_memory) {
+  size_t first = stored_.size();
+  int64_t bytes = 0;
+  for (; first > 0; --first) {
+    const auto& tensor = writer_->tensors()[first - 1];
+    const int64_t taken = StagingMemory::taken_by(tensor.end - tensor.begin);
+    if (taken > most - bytes) {
+      break;
+    }
+    bytes += taken;
+  }
+  const engine::InternalScope scope;
+  memory_.emplace(bytes, keep_memory);
+  for (size_t i = first; i < stored_.size(); ++i) {
+    stored_[i].staged = memory_->copy_of(elements_of(stored_[i].held));
+    stored_[i].held = {};
+  }
+  Progress unseen;
+  write_until(first, unseen);
+}
+
+std::map<std::string, IndexedTensor> PieceWriter::finish(Progress& progress) {
+  write_until(stored_.size(), progress);
+  writer_->finish();
+  std::map<std::string, const StoredPiece*> pieces;
+  for (const auto& stored : stored_) {
+    pieces[stored.name] = &stored.piece;
+  }
+  for (const auto& [name, name_in_file] : name_in_file_) {
+    index_[name].pieces = {*pieces.at(name_in_file)};
+  }
+  return std::move(index_);
+}
+
+void PieceWriter::write_until(size_t end, Progress& progress) {
+  const engine::InternalScope scope;
+  for (; written_ < end; ++written_) {
+    Stored& stored = stored_[written_];
+    const at::Tensor elements = stored.staged.defined() ? std::move(stored.staged) : elements_of(stored.held);
+    stored.piece.checksums = write_elements(*writer_, elements, block_bytes_, progress);
+    stored.held = {};
+  }
 }
 
 } // namespace fsdp::disk

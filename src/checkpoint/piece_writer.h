@@ -1,12 +1,16 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include <fsdp/held.h>
 
 #include "checkpoint/checkpoint_index.h"
+#include "checkpoint/progress.h"
+#include "checkpoint/safetensors_file.h"
+#include "checkpoint/staging_memory.h"
 
 namespace fsdp::disk {
 
@@ -23,8 +27,39 @@ struct PieceFile {
   int64_t block_bytes = 1; ///< that have one checksum
 };
 
-/// Writes a rank's pieces into its file; returns once they are on the disk. One tensor under several names is written
-/// once.
-std::map<std::string, IndexedTensor> write_pieces(const std::vector<PieceToWrite>& pieces, const PieceFile& file);
+/// Writes a rank's pieces into its file. One tensor under several names is written once. For one thread at a time.
+class PieceWriter {
+ public:
+  /// Makes the file.
+  PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFile& file);
+
+  int64_t bytes() const;
+  /// Copies as many tensors as `most` bytes hold, the last ones, and writes the others. The tensors themselves are not
+  /// needed any more.
+  void stage(int64_t most, bool keep_memory);
+  /// Writes what is left; returns once all of it is on the disk.
+  std::map<std::string, IndexedTensor> finish(Progress& progress);
+
+ private:
+  /// What comes into the file.
+  struct Stored {
+    std::string name{};
+    HeldTensor held{}; // until it is staged
+    at::Tensor staged{};
+    StoredPiece piece{};
+  };
+
+  void add(const PieceToWrite& piece, std::map<std::string, HeldTensor>& contents);
+  void write_until(size_t end, Progress& progress);
+
+  int64_t block_bytes_;
+  std::map<std::string, IndexedTensor> index_{}; // without pieces
+  std::map<std::string, std::string> name_in_file_{}; // of those of the index that have something in it
+  std::map<const c10::TensorImpl*, std::string> first_names_{};
+  std::optional<SafetensorsWriter> writer_{};
+  std::optional<StagingMemory> memory_{};
+  std::vector<Stored> stored_{}; // in the order of the file
+  size_t written_ = 0; // of these
+};
 
 } // namespace fsdp::disk

@@ -3,9 +3,11 @@
 #include <atomic>
 #include <cerrno>
 #include <climits>
+#include <condition_variable>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
+#include <mutex>
 #include <string_view>
 
 #include <dirent.h>
@@ -25,6 +27,10 @@ thread_local std::string t_in_use; // NOLINT
 thread_local bool t_fails_to_list = false;
 thread_local int64_t t_bytes_read = 0;
 std::atomic<int64_t> g_killed_at = -1;
+std::mutex g_mutex;
+std::condition_variable g_changed;
+std::string g_fails_to_flush; // NOLINT
+std::string g_held; // NOLINT
 std::atomic<int64_t> g_points = 0;
 
 template <typename Function>
@@ -53,11 +59,27 @@ bool may_remove(const char* path) {
   return !in_use;
 }
 
+bool ends_with(const std::string& path, const std::string& ending) {
+  return !ending.empty() && path.ends_with(ending);
+}
+
 std::string path_of(int descriptor) {
   char path[PATH_MAX];
   const auto link = "/proc/self/fd/" + std::to_string(descriptor);
   const ssize_t length = readlink(link.c_str(), path, sizeof(path));
   return length < 0 ? "" : std::string(path, static_cast<size_t>(length));
+}
+
+/// Whether the call is to be made.
+bool may_flush(int descriptor) {
+  const std::string path = path_of(descriptor);
+  std::unique_lock lock(g_mutex);
+  g_changed.wait(lock, [&] { return !ends_with(path, g_held); });
+  const bool fails = ends_with(path, g_fails_to_flush);
+  if (fails) {
+    errno = ENOSPC;
+  }
+  return !fails;
 }
 
 } // namespace
@@ -84,6 +106,17 @@ void fail_to_list(bool fails) {
   t_fails_to_list = fails;
 }
 
+void fail_to_flush(const std::string& ending) {
+  const std::lock_guard lock(g_mutex);
+  g_fails_to_flush = ending;
+}
+
+void hold_flush(const std::string& ending) {
+  const std::lock_guard lock(g_mutex);
+  g_held = ending;
+  g_changed.notify_all();
+}
+
 void count_reads_of(const std::string& ending) {
   t_ending = ending;
   t_bytes_read = 0;
@@ -95,6 +128,7 @@ int64_t bytes_read() {
 
 } // namespace fsdp::testing
 
+using fsdp::testing::may_flush;
 using fsdp::testing::may_remove;
 using fsdp::testing::next;
 using fsdp::testing::pass_point;
@@ -140,7 +174,7 @@ __attribute__((visibility("default"))) ssize_t pread(int descriptor, void* to, s
 
 __attribute__((visibility("default"))) int fsync(int descriptor) {
   static const auto real = next(&::fsync, "fsync");
-  return pass_point() ? real(descriptor) : -1;
+  return may_flush(descriptor) && pass_point() ? real(descriptor) : -1;
 }
 
 __attribute__((visibility("default"))) int mkdir(const char* path, mode_t mode) noexcept {

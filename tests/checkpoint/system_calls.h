@@ -20,6 +20,11 @@ void refuse_to_remove(const std::string& ending);
 /// Of this thread: folders cannot be read to their end.
 void fail_to_list(bool fails);
 
+/// Of this process: flushing what has such a path's ending fails, as on a full disk. "": nothing does.
+void fail_to_flush(const std::string& ending);
+/// Of this process: it does not end. "": it goes on.
+void hold_flush(const std::string& ending);
+
 /// Bytes that this thread has read from files whose paths end so, since it said so.
 void count_reads_of(const std::string& ending);
 int64_t bytes_read();

@@ -1,5 +1,5 @@
-// What reads checkpoints and safetensors files, given bytes of whoever wrote them: an Error, or what is right. No crash,
-// and no memory for what is not there. Built and run by scripts/fuzz.sh.
+// What reads checkpoints and safetensors files, given bytes of whoever wrote them: an Error, or what is right. No
+// crash, and no memory for what is not there. Built and run by scripts/fuzz.sh.
 
 #include <cstdio>
 #include <cstdlib>

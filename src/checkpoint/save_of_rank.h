@@ -1,0 +1,54 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include <fsdp/saved_state.h>
+
+#include "checkpoint/checkpoint_index.h"
+#include "checkpoint/piece_writer.h"
+#include "checkpoint/run_folder.h"
+
+namespace fsdp::disk {
+
+/// What one rank does for a checkpoint, in this order. Nothing here talks to other ranks.
+class SaveOfRank {
+ public:
+  SaveOfRank(const std::string& dir, int64_t step, const SaveOptions& options, int rank, int ranks);
+
+  /// The first rank makes the folder into which all write.
+  void make_folder() const;
+  /// Once there is the folder.
+  void begin(const StateOfRank& state);
+  /// What `begin` was given may change from now on.
+  void stage();
+  /// Returns once all that this rank gives is on the disk, with its part of the index.
+  void write(bool with_bar);
+  /// The first rank makes a checkpoint of what all have written, and makes room as `keep_last` says. Returns its path.
+  std::string finish() const;
+
+  /// Instead of `write`, if that cannot be done.
+  void note_failure() const;
+  enum class Part { kUnwritten, kWritten, kFailed };
+  Part part_of(int rank) const;
+  /// Removes what there is of it. No rank may be writing.
+  void give_up() const;
+
+  const std::string& folder() const {
+    return folder_;
+  }
+
+ private:
+  void write_index() const;
+
+  RunFolder run_;
+  int64_t step_;
+  std::string folder_; // until it is a checkpoint
+  int64_t keep_last_, block_bytes_, max_staged_bytes_;
+  bool keep_staging_memory_;
+  int rank_, ranks_;
+  CheckpointIndex numbers_{}; // without tensors
+  std::optional<PieceWriter> writer_{};
+};
+
+} // namespace fsdp::disk

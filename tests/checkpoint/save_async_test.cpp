@@ -1,0 +1,288 @@
+// Checkpoints that are written while training goes on.
+
+#include <chrono>
+#include <csignal>
+#include <optional>
+#include <thread>
+
+#include <sys/wait.h>
+
+#include <fsdp/save_async.h>
+
+#include "checkpoint/folder.h"
+#include "checkpoint/runs.h"
+#include "checkpoint/system_calls.h"
+#include "support/error_message.h"
+
+namespace fsdp::testing {
+namespace {
+
+using namespace std::chrono_literals;
+using Names = std::vector<std::string>;
+
+/// What is held goes on, whatever becomes of the test.
+class HeldFlush {
+ public:
+  explicit HeldFlush(const std::string& ending) {
+    hold_flush(ending);
+  }
+  HeldFlush(const HeldFlush&) = delete;
+  HeldFlush& operator=(const HeldFlush&) = delete;
+  ~HeldFlush() {
+    release();
+  }
+  static void release() {
+    hold_flush("");
+  }
+};
+
+class AsyncSaves : public ::testing::TestWithParam<int> {
+ protected:
+  std::string folder() const {
+    return (folder_.path() / "runs").string();
+  }
+  void remove_all() const {
+    barrier();
+    if (rank() == 0) {
+      disk::remove_folder_tree(folder());
+    }
+    barrier();
+  }
+  void expect_saved(int64_t step, const Values& values) const {
+    TrainingRun run = make_run(Form::kUnsharded, 5.0);
+    EXPECT_EQ(load(folder(), run.to_load()).step, step);
+    expect_values(run, values);
+  }
+
+ private:
+  detail::TemporaryFolder folder_;
+};
+
+TEST_P(AsyncSaves, HaveWhatWasThereAtTheCall) {
+  for (const int64_t most : {int64_t{0}, int64_t{300}, SaveOptions{}.max_staged_bytes}) {
+    on_threads(GetParam(), [&] {
+      for (const Form form : forms(world_size())) {
+        SCOPED_TRACE(std::string(name_of(form)) + ", staged: " + std::to_string(most));
+        const std::string dir = folder() + "/" + name_of(form) + std::to_string(most);
+        TrainingRun run = make_run(form, 1000.0), other = make_run(form, 0.0);
+        run.step(0);
+        run.step(1);
+        const Values values = values_of(run);
+        auto save = save_async(dir, run.to_save(2), {.block_bytes = 32, .max_staged_bytes = most});
+        std::vector<float> losses;
+        for (const int number : {2, 3, 4}) {
+          losses.push_back(run.step(number));
+        }
+        EXPECT_EQ(save.wait(), dir + "/step-00000002");
+        EXPECT_EQ(save.wait(), dir + "/step-00000002") << "as often as one likes";
+        EXPECT_TRUE(save.done());
+        load(dir, other.to_load());
+        expect_values(other, values);
+        for (size_t i = 0; i < losses.size(); ++i) {
+          EXPECT_EQ(other.step(static_cast<int>(i) + 2), losses[i]);
+        }
+      }
+    });
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ranks, AsyncSaves, ::testing::Values(1, 2, 3, 4), ::testing::PrintToStringParamName());
+
+class AsyncSave : public AsyncSaves {};
+
+TEST_F(AsyncSave, OfValuesOfTheProgramHasThemAsTheyWere) {
+  torch::nn::Linear model(2, 2);
+  c10::List<int64_t> numbers({1, 2});
+  auto tensor = torch::arange(4);
+  auto save = save_async(folder(), {.model = model, .extra = {{"numbers", numbers}, {"tensor", tensor}}});
+  numbers.push_back(3);
+  tensor.fill_(7);
+  save.wait();
+  const auto extra = load(folder(), {.model = model}).extra;
+  EXPECT_EQ(extra.at("numbers").toIntVector(), (std::vector<int64_t>{1, 2}));
+  EXPECT_TRUE(extra.at("tensor").toTensor().equal(torch::arange(4)));
+}
+
+TEST_F(AsyncSave, AppearsWhenAllHaveWrittenWhetherOrNotAnybodyWaits) {
+  const Values values = trained_values();
+  const HeldFlush held("rank-00001.safetensors");
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, values);
+    auto save = save_async(folder(), run.to_save(2));
+    barrier();
+    EXPECT_EQ(latest(folder()), std::nullopt);
+    EXPECT_FALSE(save.done());
+    barrier();
+    if (rank() == 0) {
+      HeldFlush::release();
+    }
+    while (!latest(folder())) {
+      std::this_thread::sleep_for(1ms);
+    }
+    barrier();
+    EXPECT_EQ(save.wait(), folder() + "/step-00000002");
+  });
+  expect_saved(2, values);
+}
+
+TEST_F(AsyncSave, ThatFailsIsAnErrorOnAllRanksThatWait) {
+  const Values values = trained_values();
+  for (const int failing : {0, 1, 2}) {
+    on_threads(3, [&] {
+      TrainingRun run = make_run(Form::kRows, values), other = make_run(Form::kRows, 0.0);
+      save(folder(), run.to_save(1));
+      fail_to_flush("rank-0000" + std::to_string(failing) + ".safetensors");
+      auto pending = save_async(folder(), other.to_save(2));
+      for (int again = 0; again < 2; ++again) {
+        const auto message = error_message([&] { pending.wait(); });
+        EXPECT_TRUE(contains(message, "[save] rank " + std::to_string(failing) + ": [checkpoint] could not"))
+            << message;
+        EXPECT_TRUE(contains(message, "No space left on device; make room")) << message;
+      }
+      EXPECT_TRUE(pending.done());
+      barrier();
+      fail_to_flush("");
+      EXPECT_EQ(disk::names_in(folder()), Names{"step-00000001"});
+      barrier();
+      EXPECT_EQ(save_async(folder(), run.to_save(3), {.keep_last = 1}).wait(), folder() + "/step-00000003");
+    });
+    disk::remove_folder_tree(folder());
+  }
+}
+
+TEST_F(AsyncSave, ThatCannotBeginIsAnErrorAtTheCall) {
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    const auto message = error_message([&] { save_async("/proc/self/inner", run.to_save(1)); });
+    EXPECT_TRUE(contains(message, "[save_async] rank 0: [checkpoint] could not make the folder")) << message;
+    const auto negative = error_message([&] { save_async(folder(), run.to_save(1), {.max_staged_bytes = -1}); });
+    EXPECT_TRUE(contains(negative, "max_staged_bytes of 0 or more, got -1")) << negative;
+  });
+}
+
+// Which otherwise would take its half-written folder for one that an interrupted run has left.
+TEST_F(AsyncSave, IsWaitedForByTheNextSaveAndLoad) {
+  const Values values = trained_values();
+  on_threads(3, [&] {
+    TrainingRun run = make_run(Form::kRows, values), other = make_run(Form::kFlat, 0.0);
+    const auto goes_on_later = [&](const std::function<void()>& next) {
+      barrier();
+      if (rank() == 0) {
+        hold_flush("rank-00002.safetensors");
+      }
+      barrier();
+      auto pending = save_async(folder(), other.to_save(2));
+      std::thread later([&] {
+        std::this_thread::sleep_for(30ms);
+        HeldFlush::release();
+      });
+      next();
+      later.join();
+      EXPECT_TRUE(pending.done());
+      EXPECT_EQ(pending.wait(), folder() + "/step-00000002");
+    };
+    goes_on_later([&] { save_async(folder(), run.to_save(3)).wait(); });
+    EXPECT_EQ(disk::names_in(folder()), (Names{"step-00000002", "step-00000003"}));
+    remove_all();
+    goes_on_later([&] { save(folder(), run.to_save(4)); });
+    EXPECT_EQ(disk::names_in(folder()), (Names{"step-00000002", "step-00000004"}));
+    remove_all();
+    goes_on_later([&] { EXPECT_EQ(load(folder(), run.to_load()).step, 2); });
+  });
+}
+
+TEST_F(AsyncSave, IsWrittenWhereItsRanksLetGoOfItAtDifferentTimes) {
+  const Values values = trained_values();
+  on_threads(3, [&] {
+    TrainingRun run = make_run(Form::kRows, values);
+    std::optional<PendingSave> save;
+    for (const int64_t step : {1, 2, 3}) {
+      save.emplace(save_async(folder(), run.to_save(step), {.keep_last = 2}));
+      if (rank() == static_cast<int>(step) - 1) {
+        save.reset();
+      }
+    }
+  });
+  EXPECT_EQ(disk::names_in(folder()), (Names{"step-00000002", "step-00000003"}));
+  expect_saved(3, values);
+}
+
+TEST_F(AsyncSave, ThatNobodyWaitsForWarnsOfItsError) {
+  ::testing::internal::CaptureStderr();
+  {
+    torch::nn::Linear model(2, 2);
+    fail_to_flush("rank-00000.safetensors");
+    save_async(folder(), {.model = model});
+  }
+  fail_to_flush("");
+  const auto text = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(text, "could not be written, and nobody has waited for it")) << text;
+}
+
+// Longer than a rank waits for the others' word.
+TEST_F(AsyncSave, MayTakeLongerThanTheTimeout) {
+  const HeldFlush held("rank-00001.safetensors");
+  on_threads(
+      2,
+      [&] {
+        TrainingRun run = make_run(Form::kRows, 0.0);
+        auto save = save_async(folder(), run.to_save(2));
+        std::thread later([first = rank() == 0] {
+          if (first) {
+            std::this_thread::sleep_for(6s);
+            HeldFlush::release();
+          }
+        });
+        EXPECT_EQ(save.wait(), folder() + "/step-00000002");
+        later.join();
+      },
+      4s);
+}
+
+TEST_F(AsyncSave, LeavesTheOneBeforeWhereverTheProcessIsKilled) {
+  const Values values = trained_values();
+  TrainingRun first = make_run(Form::kUnsharded, values), second = make_run(Form::kUnsharded, 0.0);
+  save(folder(), first.to_save(1));
+  bool ended = false;
+  int64_t point = 0;
+  for (; !ended; ++point) {
+    const pid_t child = fork();
+    if (child == 0) {
+      kill_at_point(point);
+      auto pending = save_async(folder(), second.to_save(2));
+      pending.wait();
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    ended = WIFEXITED(status);
+    ASSERT_TRUE(ended || WTERMSIG(status) == SIGKILL);
+    TrainingRun loaded = make_run(Form::kUnsharded, 5.0);
+    const int64_t step = load(folder(), loaded.to_load()).step;
+    expect_values(loaded, step == 1 ? values : values_of(second));
+    if (step == 2) {
+      disk::remove_folder_tree(folder() + "/step-00000002");
+    }
+  }
+  EXPECT_GT(point, 20);
+}
+
+TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
+  torch::nn::Linear model(2, 2);
+  const HeldFlush held("rank-00000.safetensors");
+  std::optional<PendingSave> save(save_async(folder(), {.model = model}));
+  const pid_t child = fork();
+  if (child == 0) {
+    save.reset();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_FALSE(save->done());
+  HeldFlush::release();
+  EXPECT_EQ(save->wait(), folder() + "/step-00000000");
+}
+
+} // namespace
+} // namespace fsdp::testing
