@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+import disk
 import rows
 import small
 import steps
@@ -38,7 +39,7 @@ def measurements(wanted: Callable[[str], bool]) -> list[tuple[list[str], Callabl
     def of(scenario: steps.Scenario) -> Callable:
         return lambda build, scratch, say: steps.measure(scenario, wanted, build, scratch, say)
 
-    everything = [(steps.names(scenario), of(scenario)) for scenario in steps.scenarios()] + small.MEASUREMENTS
+    everything = [(steps.names(scenario), of(scenario)) for scenario in steps.scenarios()] + small.MEASUREMENTS + disk.MEASUREMENTS
     return [(names, measure) for names, measure in everything if any(map(wanted, names))]
 
 

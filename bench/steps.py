@@ -149,10 +149,10 @@ class Work:
         generator = torch.Generator().manual_seed(1)
         self.tokens.write_bytes(torch.randint(VOCABULARY, self.shape, generator=generator).numpy().tobytes())
 
-    def team(self, contender: str, build: pathlib.Path) -> Team:
-        worker = pathlib.Path(__file__).with_name("step.py")
+    def team(self, contender: str, build: pathlib.Path, program: str = "step") -> Team:
+        worker = pathlib.Path(__file__).with_name(f"{program}.py")
         compiled = contender in ("ours", "ours_fsdp1", "traced", "compute")
-        command = [str(build / "bin" / "bench_step")] if compiled else [sys.executable, str(worker)]
+        command = [str(build / "bin" / f"bench_{program}")] if compiled else [sys.executable, str(worker)]
         fields = ("width", "layers", "sequence", "param_dtype", "offload", "ranks")
         task = {field: getattr(self.scenario, field) for field in fields}
         environment = {"FSDP_TRACE": self.trace} if contender == "traced" else {}
@@ -207,5 +207,9 @@ def expect_agreement(scenario: Scenario, losses: dict[str, list[list[float]]]) -
     first, reference = next(iter(losses.items()))
     for name, theirs in losses.items():
         for a, b in zip(sum(reference, []), sum(theirs, []), strict=True):
-            if name != "compute" and not math.isclose(a, b, rel_tol=LOSSES_AGREE):
+            if name != "compute" and not is_same_loss(a, b):
                 raise Failed(f"{scenario.name}: the loss of {name} is {b}, that of {first} {a}")
+
+
+def is_same_loss(a: float, b: float) -> bool:
+    return math.isclose(a, b, rel_tol=LOSSES_AGREE)

@@ -19,6 +19,7 @@ import argparse
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -215,7 +216,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--optimizer", default="AdamW", help="to-dcp: its class in torch.optim (default: AdamW)")
     parser.add_argument("--step", type=int, default=0, help="from-dcp: that the checkpoint is of (default: 0)")
     args = parser.parse_args(arguments)
-    (to_dcp if args.direction == "to-dcp" else from_dcp)(args.source, args.target, args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+        (to_dcp if args.direction == "to-dcp" else from_dcp)(args.source, args.target, args)
 
 
 if __name__ == "__main__":

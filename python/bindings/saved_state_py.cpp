@@ -134,7 +134,17 @@ NameInFiles name_in_files(const py::object& function) {
   if (function.is_none()) {
     return nullptr;
   }
-  return [&function](const std::string& name) { return in_python([&] { return function(name).cast<std::string>(); }); };
+  return [&function](const std::string& name) {
+    return in_python([&] {
+      const py::object in_files = function(name);
+      if (!py::isinstance<py::str>(in_files)) {
+        throw Error(
+            "[safetensors] expected a text from name_in_files for '" + name + "', got " +
+            py::repr(in_files).cast<std::string>());
+      }
+      return in_files.cast<std::string>();
+    });
+  };
 }
 
 void export_model(

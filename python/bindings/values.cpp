@@ -41,6 +41,15 @@ IValue to_dict(const py::dict& objects, const std::string& name) {
   return dict;
 }
 
+int64_t to_int(const py::handle& object, const std::string& name) {
+  int overflow = 0;
+  const int64_t number = PyLong_AsLongLongAndOverflow(object.ptr(), &overflow);
+  if (overflow != 0) {
+    throw Error("[save] '" + name + "' is, or has in it, a number that 64 bits do not hold: give it as a text");
+  }
+  return number;
+}
+
 template <typename Items>
 py::tuple to_tuple(const Items& items) {
   py::tuple tuple(items.size());
@@ -60,7 +69,7 @@ IValue to_value(const py::handle& object, const std::string& name) {
     return object.cast<bool>();
   }
   if (PyLong_Check(object.ptr())) {
-    return object.cast<int64_t>();
+    return to_int(object, name);
   }
   if (PyFloat_Check(object.ptr())) {
     return object.cast<double>();

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import _C
+from ._callbacks import Callbacks
 from ._held import Named, named_tensors
 from ._mesh import group_of, group_of_one
 from ._optimizer_by_name import OptimizerByName, StateByName
@@ -51,8 +53,9 @@ def save(
     Collective, on the ranks of ``process_group``, or all.
     """
     device = _device_of(model)
-    state = _state_of(model, optimizer, extra, device)
-    return _C.save(os.fspath(folder), step, state, keep_last, block_bytes, _group(process_group, device))
+    state = _state_of(model, optimizer, extra, device, process_group)
+    with Callbacks() as called:
+        return _C.save(os.fspath(folder), step, called(state), keep_last, block_bytes, _group(process_group, device))
 
 
 class PendingSave:
@@ -89,12 +92,11 @@ def save_async(
     it first. Of the part, no more than ``max_staged_bytes`` are copied; tensors beyond that are written before this returns.
     The memory of the copies stays for the next ones, unless ``keep_staging_memory`` is false. Collective."""
     device = _device_of(model)
-    state = _state_of(model, optimizer, extra, device)
     group = _group(process_group, device)
-    folder = os.fspath(folder)
-    return PendingSave(
-        _C.save_async(folder, step, state, keep_last, block_bytes, max_staged_bytes, keep_staging_memory, group)
-    )
+    staging = max_staged_bytes, keep_staging_memory
+    with Callbacks() as called:
+        state = called(_state_of(model, optimizer, extra, device, process_group))
+        return PendingSave(_C.save_async(os.fspath(folder), step, state, keep_last, block_bytes, *staging, group))
 
 
 def latest(folder: Path) -> str | None:
@@ -115,9 +117,10 @@ def load(
     all, on any number of ranks. Each rank reads what it needs. Nothing changes if there is an error, which is a
     ``libfsdp.Error`` on all ranks. ``random_numbers``: the generators of torch go on where they were. Collective."""
     device = _device_of(model)
-    target = _Target(model, optimizer)
     group = _group(process_group, device)
-    loaded = _C.load(os.fspath(folder), target, optimizer is not None, device, strict, random_numbers, group)
+    with Callbacks() as called:
+        target = _Target(model, optimizer).within(called)
+        loaded = _C.load(os.fspath(folder), target, optimizer is not None, device, strict, random_numbers, group)
     return LoadedState(loaded.path, loaded.step, loaded.extra, loaded.keys.missing, loaded.keys.unexpected)
 
 
@@ -133,7 +136,10 @@ def export_safetensors(
     writes what it has to its places: nothing is gathered. ``name_in_files`` is given a tensor's name in the model.
     Collective."""
     group = _group(process_group, _device_of(model))
-    _C.export_safetensors(os.fspath(folder), _Target(model, to_write=False), max_shard_bytes, name_in_files, group)
+    with Callbacks() as called:
+        name = name_in_files and called(name_in_files)
+        source = _Target(model, to_write=False, ranks=_ranks(process_group)).within(called)
+        _C.export_safetensors(os.fspath(folder), source, max_shard_bytes, name, group)
 
 
 def import_safetensors(
@@ -147,21 +153,34 @@ def import_safetensors(
     """Reads such a folder, or one file, into a model, sharded or not: each rank its elements, whose dtype becomes the
     model's. A tied weight has to be there under one of its names. Collective."""
     group = _group(process_group, _device_of(model))
-    keys = _C.import_safetensors(os.fspath(path), _Target(model), strict, name_in_files, group)
+    with Callbacks() as called:
+        name = name_in_files and called(name_in_files)
+        keys = _C.import_safetensors(os.fspath(path), _Target(model).within(called), strict, name, group)
     return nn.modules.module._IncompatibleKeys(keys.missing, keys.unexpected)
 
 
 class _Target:
     """What values that are read go into. Its methods are called one after another, on all ranks alike."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, to_write: bool = True):
-        self._model, self._optimizer, self._to_write = model, optimizer, to_write
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        to_write: bool = True,
+        ranks: list[int] | None = None,
+    ):
+        self._model, self._optimizer, self._to_write, self._ranks = model, optimizer, to_write, ranks
         self._named: dict[str, Named] = {}
         self._read: list[tuple[str, _C.HeldTensor]] = []
         self._state: dict[str, Any] | None = None
 
+    def within(self, called: Callbacks) -> types.SimpleNamespace:
+        """What C++ asks."""
+        names = ("model", "prepare", "take_over")
+        return types.SimpleNamespace(**{name: called(getattr(self, name)) for name in names})
+
     def model(self) -> list[tuple[str, _C.HeldTensor]]:
-        self._named = {each.name: each for each in named_tensors(self._model, self._to_write)}
+        self._named = {each.name: each for each in named_tensors(self._model, self._to_write, self._ranks)}
         return [(name, each.held) for name, each in self._named.items()]
 
     def prepare(self, read: list[tuple[str, _C.HeldTensor]], optimizer: StateByName | None) -> None:
@@ -177,10 +196,14 @@ class _Target:
 
 
 def _state_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None, device: torch.device
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    extra: dict[str, Any] | None,
+    device: torch.device,
+    process_group: Group,
 ) -> Callable[[], _C.StateOfRank]:
     def state() -> _C.StateOfRank:
-        named = named_tensors(model)
+        named = named_tensors(model, ranks=_ranks(process_group))
         by_name = None if optimizer is None else OptimizerByName(optimizer, named).state()
         return _C.StateOfRank([(each.name, each.held) for each in named], by_name, extra or {}, device)
 
@@ -200,3 +223,8 @@ def _group(process_group: Group, device: torch.device) -> _C.Group:
     if process_group is None:
         process_group = dist.group.WORLD if dist.is_initialized() else None
     return group_of_one() if process_group is None else group_of(process_group, device)
+
+
+def _ranks(process_group: Group) -> list[int] | None:
+    """None: all."""
+    return None if process_group is None else dist.get_process_group_ranks(process_group)

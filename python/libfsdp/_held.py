@@ -4,9 +4,10 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,7 +15,7 @@ from . import _C
 from ._fsdp1._pytorch import clean_tensor_name
 from ._fsdp1.buffers import saved_dtype
 from ._fsdp1.flat import Part
-from ._registered import Registered, sharded_behind
+from ._registered import Registered, is_flat, sharded_behind
 from ._sharded import Sharded
 from ._state import states_below
 
@@ -30,9 +31,10 @@ class Named:
     is_buffer: bool = False
 
 
-def named_tensors(model: nn.Module, to_write: bool = False) -> list[Named]:
+def named_tensors(model: nn.Module, to_write: bool = False, ranks: Container[int] | None = None) -> list[Named]:
     """In the order of the modules, each module's parameters before its buffers; a tied one is there under each of its
-    names. ``to_write``: values come into them. Collective where users have registered other parameters."""
+    names. ``to_write``: values come into them. ``ranks``: those that write a file, if not all. Collective where users have
+    registered other parameters."""
     for state in states_below(model):
         if not state.intact():
             state.follow()
@@ -44,14 +46,14 @@ def named_tensors(model: nn.Module, to_write: bool = False) -> list[Named]:
             sharded = sharded_behind(tensor)
             key = id(sharded or tensor)
             if key not in held:
-                held[key] = _held_parameter(full_name, tensor, sharded)
+                held[key] = _held_parameter(full_name, tensor, sharded, ranks)
             if isinstance(sharded, Part):
                 found.append(Named(full_name, sharded.parameter, held[key], sharded))
             else:
                 found.append(Named(full_name, sharded.parameter if sharded else tensor, held[key]))
         for name, buffer in _buffers(module):
             if id(buffer) not in held:
-                held[id(buffer)] = _held_buffer(buffer, to_write)
+                held[id(buffer)] = _held_buffer(buffer, to_write, ranks)
             found.append(Named(_clean(path, name), buffer, held[id(buffer)], is_buffer=True))
         _warn_of_extra_state(path, module)
     return found
@@ -70,7 +72,7 @@ def _parameters(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 f"[state] another tensor is in the place of '{name}' of a {type(module).__name__} for a while: end "
                 "summon_full_params or functional_call first"
             )
-        if tensor is not None:
+        if tensor is not None and not is_flat(tensor):
             yield name, tensor
 
 
@@ -84,17 +86,19 @@ def _clean(path: str, name: str) -> str:
     return clean_tensor_name(f"{path}.{name}" if path else name).replace("_orig_mod.", "")
 
 
-def _held_parameter(name: str, tensor: torch.Tensor, sharded: Sharded | None) -> _C.HeldTensor:
+def _held_parameter(
+    name: str, tensor: torch.Tensor, sharded: Sharded | None, ranks: Container[int] | None
+) -> _C.HeldTensor:
     if sharded is not None and sharded.is_extended or _is_subclass(tensor):
         raise _C.Error(
             f"[state] '{name}' is a tensor subclass, whose parts have no names in files: use torch.distributed.checkpoint, "
             "which pickles them"
         )
-    if sharded is not None and not (sharded.around and sharded.around.cuts):
+    if sharded is not None and sharded.around is None:
         return _C.held_behind(sharded.handle)
     if sharded is not None:
         _C.held_behind(sharded.handle)  # what was written to the handle is in the shard
-    return _held_dtensor(name, tensor) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
+    return _held_dtensor(name, tensor, ranks) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
 
 
 def _is_subclass(tensor: torch.Tensor) -> bool:
@@ -102,13 +106,13 @@ def _is_subclass(tensor: torch.Tensor) -> bool:
     return type(local) not in (torch.Tensor, nn.Parameter, nn.Buffer)
 
 
-def _held_buffer(buffer: torch.Tensor, to_write: bool) -> _C.HeldTensor:
+def _held_buffer(buffer: torch.Tensor, to_write: bool, ranks: Container[int] | None) -> _C.HeldTensor:
     if isinstance(buffer, DTensor):
-        return _held_dtensor("buffer", buffer)
+        return _held_dtensor("buffer", buffer, ranks)
     return _C.held_behind(buffer if to_write else buffer.to(saved_dtype(buffer)))
 
 
-def _held_dtensor(name: str, tensor: DTensor) -> _C.HeldTensor:
+def _held_dtensor(name: str, tensor: DTensor, ranks: Container[int] | None) -> _C.HeldTensor:
     """Whoever has cut it, along whatever dimensions of its mesh."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -116,13 +120,25 @@ def _held_dtensor(name: str, tensor: DTensor) -> _C.HeldTensor:
     if any(placement.is_partial() for placement in placements):
         raise _C.Error(f"[state] '{name}' is a sum that is not added up yet ({placements}): redistribute it first")
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    coordinate = mesh.get_coordinate()
-    is_first = coordinate is not None and all(
-        place == 0 for place, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()
-    )
     strides = _contiguous_strides(tensor.shape)
     extent = _extent(name, tensor.shape, tuple(shape), tuple(offset))
-    return _C.held_piece((list(tensor.shape), strides), extent, tensor._local_tensor, is_first)
+    return _C.held_piece((list(tensor.shape), strides), extent, tensor._local_tensor, _is_first(tensor, ranks))
+
+
+def _is_first(tensor: DTensor, ranks: Container[int] | None) -> bool:
+    """Of the ranks that have these elements: also of those along dimensions of the mesh that the tensor's was taken from."""
+    mesh, names = tensor.device_mesh, tensor.device_mesh.mesh_dim_names or ()
+    root, dims = mesh._get_root_mesh(), range(mesh.ndim)
+    if names and set(names) <= set(root.mesh_dim_names or ()):
+        dims = [root.mesh_dim_names.index(name) for name in names]
+    else:
+        root = mesh
+    if root.get_coordinate() is None:
+        return False
+    cut = {dim for dim, placement in zip(dims, tensor.placements, strict=True) if not placement.is_replicate()}
+    alike = tuple(place if dim in cut else slice(None) for dim, place in enumerate(root.get_coordinate()))
+    writers = (rank for rank in root.mesh[alike].flatten().tolist() if ranks is None or rank in ranks)
+    return dist.get_rank() == min(writers, default=None)
 
 
 def _contiguous_strides(sizes: torch.Size) -> list[int]:

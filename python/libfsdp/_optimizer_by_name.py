@@ -81,12 +81,7 @@ class OptimizerByName:
 
     def _state(self, name: str, tensors: Held, numbers: State) -> State:
         named = self._first[name]
-        state: State = dict(numbers)
-        for key, held in tensors.items():
-            new = torch.zeros_like(named.tensor if named.part is None else named.part.piece, requires_grad=False)
-            _C.copy_elements(held, _C.held_like(named.held, _local(new)))
-            state[key] = new
-        return state
+        return {**numbers, **{key: _as_cut(named, held) for key, held in tensors.items()}}
 
     def _joined(self, param: torch.Tensor, given: dict[str, State]) -> State:
         own = self._of_param[id(param)]
@@ -124,6 +119,19 @@ class OptimizerByName:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _as_cut(named: Named, read: _C.HeldTensor) -> torch.Tensor:
+    """Of the dtype that was saved; the optimizer's ``load_state_dict`` says which one it wants."""
+    like = named.tensor if named.part is None else named.part.piece
+    values = read.local
+    if (values.shape, values.device) != (_local(like).shape, _local(like).device):
+        values = torch.empty_like(_local(like), dtype=values.dtype, requires_grad=False)
+        _C.copy_elements(read, _C.held_like(named.held, values))
+    if not isinstance(like, DTensor):
+        return values
+    cut = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(values, like.device_mesh, like.placements, run_check=False, **cut)
 
 
 def _tensors_and_numbers(named: Named, state: State) -> tuple[Held, State]:

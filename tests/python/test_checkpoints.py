@@ -1,5 +1,6 @@
 """Checkpoints on disk: the same files as C++ has, from and into models that either API has sharded, or none."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -103,7 +104,8 @@ class Run:
 def check_same(got, wanted, what=""):
     assert got.keys() == wanted.keys(), what
     for name, value in wanted.items():
-        assert torch.equal(got[name], value), f"{what} {name}: {got[name]} instead of {value}"
+        same = torch.equal(got[name], value) if isinstance(value, torch.Tensor) else got[name] == value
+        assert same, f"{what} {name}: {got[name]} instead of {value}"
 
 
 @on_ranks(1, 3)
@@ -137,6 +139,71 @@ def test_a_run_goes_on_with_the_same_losses(folder=None):
         check_same(other.values(), run.values(), form)
 
 
+OPTIMIZERS = {
+    "SGD": dict(lr=0.1, momentum=0.9, nesterov=True),
+    "Adam": dict(lr=torch.tensor(0.01), foreach=False, amsgrad=True),
+    "AdamW": dict(lr=0.01, fused=True),
+    "NAdam": dict(foreach=True),
+    "RAdam": {},
+    "Adamax": {},
+    "ASGD": {},
+    "RMSprop": dict(centered=True, momentum=0.9),
+    "Adadelta": dict(maximize=True),
+    "Adagrad": {},
+}
+
+
+def in_groups(kind, model, options):
+    """Of parameters, of which the first is frozen."""
+    first, *others = model.parameters()
+    if isinstance(model, FullyShardedDataParallel):
+        others = [first, *others]
+    else:
+        first.requires_grad_(False)
+    lower = options.get("lr", 0.02) * 0.5
+    return getattr(torch.optim, kind)([{"params": others[:2], "lr": lower}, {"params": others[2:]}], **options)
+
+
+@on_ranks(2, comm=("shm",))
+def test_the_state_of_every_optimizer_goes_on(folder=None):
+    for form in ("fully_shard", "flat"):
+        for kind, options in OPTIMIZERS.items():
+            run, other = Run(form), Run(form, seed=2)
+            run.optimizer, other.optimizer = (in_groups(kind, each.model, options) for each in (run, other))
+            run.step(0)
+            other.step(3)
+            run.save(f"{folder}/{form}{kind}")
+            libfsdp.load(f"{folder}/{form}{kind}", other.model, other.optimizer)
+            got, wanted = other.optimizer.state_dict(), run.optimizer.state_dict()
+            assert got["param_groups"] == wanted["param_groups"], kind
+            assert got["state"].keys() == wanted["state"].keys(), kind
+            check_same(other.values(), run.values(), f"{form} {kind}")
+            for number, state in wanted["state"].items():
+                for key, value in state.items():
+                    its, what = got["state"][number][key], f"{form} {kind} {number} {key}"
+                    assert type(its) is type(value), what
+                    assert getattr(its, "dtype", None) == getattr(value, "dtype", None), what
+            for step in (1, 2):
+                assert torch.equal(run.step(step), other.step(step)), f"{form} {kind}"
+
+
+@on_ranks(2, comm=("shm",))
+def test_states_keep_the_dtype_that_the_optimizer_gives_them(folder=None):
+    """Of parameters in bfloat16: states of torch.optim are in it too."""
+    run, other = (Run("fully_shard", seed, lambda: Odd().bfloat16()) for seed in (1, 2))
+    in_float = Run("fully_shard", 3)
+    loss_of(run.model, rows(0, 5).bfloat16()).backward()
+    run.optimizer.step()
+    run.save(folder)
+    for each in (other, in_float):
+        libfsdp.load(folder, each.model, each.optimizer)
+    for number, state in run.optimizer.state_dict()["state"].items():
+        for each, dtype in ((other, torch.bfloat16), (in_float, torch.float32)):
+            loaded = each.optimizer.state_dict()["state"][number]
+            assert (loaded["exp_avg"].dtype, loaded["step"].dtype) == (dtype, torch.float32)
+            assert torch.equal(whole(loaded["exp_avg"]), whole(state["exp_avg"]).to(dtype))
+
+
 def two_linears():
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
 
@@ -165,7 +232,8 @@ def test_dtensors_of_any_mesh(folder=None):
         model = make()
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    for writer, make in models.items():
+    for number, (writer, make) in enumerate(models.items()):
+        others = [*models, *models][number + 1 :]
         model, optimizer = run(make)
         loss = loss_of(model, torch.ones(3, 6))
         loss.backward()
@@ -174,8 +242,8 @@ def test_dtensors_of_any_mesh(folder=None):
         moments = {name: whole(optimizer.state[value]["exp_avg"]) for name, value in model.named_parameters()}
         libfsdp.save(f"{folder}/{writer}", model, optimizer)
         dist.barrier()
-        for reader, make_other in models.items():
-            other, its_optimizer = run(make_other)
+        for reader in dict.fromkeys((writer, "plain", *others[:2])):
+            other, its_optimizer = run(models[reader])
             with torch.no_grad():
                 for parameter in other.parameters():
                     parameter.mul_(0)
@@ -186,6 +254,15 @@ def test_dtensors_of_any_mesh(folder=None):
                 assert torch.equal(whole(state["exp_avg"]), moments[name]) and state["step"] == 1, name
             loss_of(other, torch.ones(3, 6)).backward()
             its_optimizer.step()
+    model = models["tensor parallel alone"]()
+    of_group = f"{folder}/of {both['data'].get_local_rank()}"
+    path = libfsdp.save(of_group, model, process_group=both["tensor"].get_group())
+    wanted = [whole(value.detach()).clone() for value in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0)
+    assert libfsdp.load(of_group, model, process_group=both["tensor"].get_group()).path == path
+    assert all(torch.equal(whole(value.detach()), values) for value, values in zip(model.parameters(), wanted))
 
 
 @on_ranks(2, comm=("shm",))
@@ -280,8 +357,39 @@ def test_errors_are_errors_on_all_ranks_and_change_nothing(folder=None):
         path.write_bytes(content)
     dist.barrier()
     refuses("rank 1: .*rank-00001.safetensors: '.*' is damaged", libfsdp.load, folder, run.model, run.optimizer)
-    keys = libfsdp.load(folder, nn.Sequential(), strict=False)
+    keys = libfsdp.load(folder, nn.Sequential(), strict=False, random_numbers=False)  # what is damaged is not read
     assert "first.weight" in keys.unexpected_keys and not keys.missing_keys
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_callbacks_raise_on_one_rank_is_an_error_on_all(folder=None):
+    model = fully_shard(nn.Linear(5, 7))
+    rank = dist.get_rank()
+
+    def export(name):
+        libfsdp.export_safetensors(folder, model, name_in_files=name)
+
+    def raising(error):
+        def name(name):
+            if rank == 1:
+                raise error
+            return name
+
+        return name
+
+    with pytest.raises(libfsdp.Error, match="rank 1: KeyError: 'no such name'") as raised:
+        export(raising(KeyError("no such name")))
+    assert isinstance(raised.value.__cause__, KeyError if rank == 1 else type(None))
+    with pytest.raises(KeyboardInterrupt if rank == 1 else libfsdp.Error, match="" if rank == 1 else "KeyboardInterrupt"):
+        export(raising(KeyboardInterrupt()))
+    with pytest.raises(libfsdp.Error, match="a text from name_in_files for 'weight', got 3"):
+        export(lambda name: 3)
+    assert os.listdir(folder) == []
+    with pytest.raises(libfsdp.Error, match="'big' is, or has in it, a number that 64 bits do not hold"):
+        libfsdp.save(folder, model, extra={"big": [1 << 64]})
+    export(str.upper)
+    dist.barrier()
+    assert os.listdir(folder) == ["model.safetensors"]
 
 
 def same_loss(model, step):
@@ -342,6 +450,7 @@ def test_a_run_that_python_begins_goes_on_in_cpp_and_back(tmp_path):
     assert got.optimizer["state"] == wanted.optimizer["state"]
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="the package safetensors is not installed")
 @on_ranks(2, comm=("shm",))
 def test_weights_for_other_programs(folder=None):
     for form in FORMS:
@@ -353,11 +462,32 @@ def test_weights_for_other_programs(folder=None):
         check_same({name: value for name, value in other.values().items() if " " not in name}, wanted, form)
         with pytest.raises(libfsdp.Error, match="is of another model"):
             libfsdp.import_safetensors(f"{folder}/{form}", other.model)
+        check_same(in_safetensors(f"{folder}/{form}"), once({f"model.{name}": value for name, value in wanted.items()}), form)
+        dist.barrier()
+        libfsdp.export_safetensors(f"{folder}/{form}", run.model)
+        dist.barrier()
+        assert os.listdir(f"{folder}/{form}") == ["model.safetensors"]
+        check_same(in_safetensors(f"{folder}/{form}"), once(wanted), form)
 
 
+def in_safetensors(folder):
+    """As the package that defines these files reads them."""
+    from safetensors.torch import load_file
+
+    files = [load_file(path) for path in sorted(pathlib.Path(folder).glob("*.safetensors"))]
+    return {name: value for file in files for name, value in file.items()}
+
+
+def once(values):
+    """Without the second name of what is tied."""
+    return {name: value for name, value in values.items() if not name.endswith("block.2.bias")}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="the package transformers is not installed")
 @on_ranks(2, comm=("shm",))
 def test_weights_of_transformers(folder=None):
-    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    import transformers
+
     config = transformers.GPT2Config(n_embd=8, n_layer=2, n_head=2, vocab_size=31, n_positions=16)
 
     def made(seed):

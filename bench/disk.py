@@ -1,0 +1,113 @@
+"""Checkpoints on disk, beside those of PyTorch's distributed checkpoint (DCP): a GPT on two ranks, with the state of AdamW."""
+
+import contextlib
+import pathlib
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+import memory
+import rows
+import steps
+from team import Failed, Team
+
+ROUNDS = 5
+SAVES = ["ckpt_save_vs_dcp", "ckpt_save_vs_disk", "ckpt_load_vs_dcp", "export_peak_memory"]
+RESHARDS = ["ckpt_reshard_2_to_4_vs_dcp"]
+CONTENDERS = ("ours", "fsdp2")
+
+Seconds = dict[str, list[float]]
+
+
+@contextlib.contextmanager
+def teams(ranks: int, build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[dict[str, Team]]:
+    work = steps.Work(steps.Scenario("checkpoints", **steps.BIG, ranks=ranks), scratch)
+    with contextlib.ExitStack() as stack:
+        made = {}
+        for name in CONTENDERS:
+            say(f"checkpoints: {name} shards the model on {ranks} ranks")
+            made[name] = stack.enter_context(work.team(name, build, "checkpoints")).ready()
+            made[name].ask("start")
+        yield made
+
+
+class Folder:
+    """Of one contender's checkpoint, empty each time."""
+
+    def __init__(self, scratch: pathlib.Path, name: str):
+        self.path = scratch / "checkpoints" / name
+
+    def emptied(self) -> str:
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        return str(self.path)
+
+    def bytes(self) -> int:
+        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+
+
+def seconds_of_dd(folder: Folder, size: int) -> float:
+    """That as many bytes take, written and flushed."""
+    path = folder.emptied()
+    command = ["dd", "if=/dev/zero", f"of={path}/zeros", "bs=1M", f"count={size >> 20}", "conv=fsync", "status=none"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True)
+    return time.perf_counter() - start
+
+
+def saves(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]:
+    folders = {name: Folder(scratch, name) for name in (*CONTENDERS, "dd", "weights")}
+    saved: Seconds = {name: [] for name in (*CONTENDERS, "dd")}
+    with teams(2, build, scratch, say) as of:
+        for team in of.values():
+            team.ask("step")
+        for turn in range(ROUNDS):
+            say(f"checkpoints are saved, round {turn + 1} of {ROUNDS}")
+            for name in CONTENDERS:
+                saved[name].append(max(of[name].ask("save", folder=folders[name].emptied())))
+            saved["dd"].append(seconds_of_dd(folders["dd"], folders["ours"].bytes()))
+        folders["dd"].emptied()
+        loaded = loads(of, folders, "2 ranks", say)
+        bytes_of_unit = max(of["ours"].ask("bytes_of_unit"))
+        peaks = [peak_of_export(of["ours"], folders["weights"]) / memory.MIB for _ in range(ROUNDS)]
+    yield rows.times_better("ckpt_save_vs_dcp", "s", saved["ours"], saved["fsdp2"], 2.0)
+    yield rows.at_most("ckpt_save_vs_disk", "s", saved["ours"], saved["dd"], 1.2)
+    yield rows.times_better("ckpt_load_vs_dcp", "s", loaded["ours"], loaded["fsdp2"], 3.0)
+    allowed = [bytes_of_unit / memory.MIB + 64] * ROUNDS
+    yield rows.at_most("export_peak_memory", "MiB", peaks, allowed, 1.0)
+
+
+def loads(of: dict[str, Team], folders: dict[str, Folder], where: str, say) -> Seconds:
+    """Of what was saved last. Afterwards both go on with the same loss."""
+    seconds: Seconds = {name: [] for name in CONTENDERS}
+    for turn in range(ROUNDS):
+        losses = {}
+        for name, team in of.items():
+            say(f"checkpoints are loaded on {where}: {name}, round {turn + 1} of {ROUNDS}")
+            seconds[name].append(max(team.ask("load", folder=str(folders[name].path))))
+            losses[name] = team.ask("step")
+        if not all(map(steps.is_same_loss, losses["ours"], losses["fsdp2"])):
+            raise Failed(f"after loading on {where}, the losses are {losses}")
+    return seconds
+
+
+def peak_of_export(team: Team, folder: Folder) -> int:
+    """Memory of all ranks, above what is resident."""
+    path, resident = folder.emptied(), memory.pss(team.pids())
+    return memory.peak_during(team, lambda: team.ask("export", folder=path)) - resident
+
+
+def reshards(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]:
+    """What two ranks have saved is loaded by four, whose optimizers have made no step yet."""
+    folders = {name: Folder(scratch, name) for name in CONTENDERS}
+    with teams(2, build, scratch, say) as of:
+        for name, team in of.items():
+            team.ask("step")
+            team.ask("save", folder=folders[name].emptied())
+    with teams(4, build, scratch, say) as of:
+        seconds = loads(of, folders, "4 ranks", say)
+    yield rows.times_better("ckpt_reshard_2_to_4_vs_dcp", "s", seconds["ours"], seconds["fsdp2"], 3.0)
+
+
+MEASUREMENTS = [(SAVES, saves), (RESHARDS, reshards)]
