@@ -1,5 +1,6 @@
 // Checkpoints of a GPT that libfsdp has sharded, with the state of AdamW. Started by bench/run.py.
 #include <memory>
+#include <optional>
 
 #include <fsdp/fsdp.h>
 
@@ -46,6 +47,13 @@ class Run {
   double save(const std::string& folder) {
     return timed([&] { fsdp::save(folder, {.model = *model_, .optimizer = &optimizer_}); });
   }
+  /// How long training stands still.
+  double save_async(const std::string& folder) {
+    return timed([&] { pending_ = fsdp::save_async(folder, {.model = *model_, .optimizer = &optimizer_}); });
+  }
+  std::string wait() {
+    return pending_->wait();
+  }
   double load(const std::string& folder) {
     return timed([&] { fsdp::load(folder, {.model = *model_, .optimizer = &optimizer_}); });
   }
@@ -72,6 +80,7 @@ class Run {
   GPT model_;
   fsdp::optim::AdamW optimizer_;
   torch::Tensor batch_;
+  std::optional<fsdp::PendingSave> pending_;
 };
 
 } // namespace
@@ -89,6 +98,8 @@ int main(int, char** argv) {
        }},
       {"step", [&](const Json&) { return Json(run->step()); }},
       {"save", [&](const Json& request) { return Json(run->save(request.at("folder"))); }},
+      {"save_async", [&](const Json& request) { return Json(run->save_async(request.at("folder"))); }},
+      {"wait", [&](const Json&) { return Json(run->wait()); }},
       {"load", [&](const Json& request) { return Json(run->load(request.at("folder"))); }},
       {"export", [&](const Json& request) { return Json(run->export_weights(request.at("folder"))); }},
       {"bytes_of_unit", [&](const Json&) { return Json(run->bytes_of_unit()); }},

@@ -24,6 +24,7 @@ class Worker:
 
     def start(self, request: dict) -> bool:
         self.training = Training(self.task)
+        self.background = dist.new_group()  # the thread that writes makes collectives, on a group of its own
         return True
 
     def step(self, request: dict) -> float:
@@ -31,6 +32,20 @@ class Worker:
 
     def save(self, request: dict) -> float:
         return timed(lambda: dcp.save(self._state(), checkpoint_id=request["folder"]))
+
+    def save_async(self, request: dict) -> float:
+        """How long training stands still."""
+
+        def save() -> None:
+            self.pending = dcp.async_save(
+                self._state(), checkpoint_id=request["folder"], process_group=self.background
+            )
+
+        return timed(save)
+
+    def wait(self, request: dict) -> bool:
+        self.pending.result()
+        return True
 
     def load(self, request: dict) -> float:
         def load() -> None:
@@ -55,4 +70,5 @@ def timed(body: Callable[[], None]) -> float:
 
 if __name__ == "__main__":
     worker = Worker(json.loads(sys.argv[1]))
-    serve({"start": worker.start, "step": worker.step, "save": worker.save, "load": worker.load})
+    names = ["start", "step", "save", "save_async", "wait", "load"]
+    serve({name: getattr(worker, name) for name in names})

@@ -13,7 +13,7 @@ import steps
 from team import Failed, Team
 
 ROUNDS = 5
-SAVES = ["ckpt_save_vs_dcp", "ckpt_save_vs_disk", "ckpt_load_vs_dcp", "export_peak_memory"]
+SAVES = ["ckpt_save_vs_dcp", "ckpt_save_vs_disk", "ckpt_async_stall_vs_dcp", "ckpt_load_vs_dcp", "export_peak_memory"]
 RESHARDS = ["ckpt_reshard_2_to_4_vs_dcp"]
 CONTENDERS = ("ours", "fsdp2")
 
@@ -59,6 +59,7 @@ def seconds_of_dd(folder: Folder, size: int) -> float:
 def saves(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]:
     folders = {name: Folder(scratch, name) for name in (*CONTENDERS, "dd", "weights")}
     saved: Seconds = {name: [] for name in (*CONTENDERS, "dd")}
+    stalled: Seconds = {name: [] for name in CONTENDERS}
     with teams(2, build, scratch, say) as of:
         for team in of.values():
             team.ask("step")
@@ -68,11 +69,17 @@ def saves(build: pathlib.Path, scratch: pathlib.Path, say) -> Iterator[rows.Row]
                 saved[name].append(max(of[name].ask("save", folder=folders[name].emptied())))
             saved["dd"].append(seconds_of_dd(folders["dd"], folders["ours"].bytes()))
         folders["dd"].emptied()
+        for turn in range(ROUNDS):
+            say(f"checkpoints are saved in the background, round {turn + 1} of {ROUNDS}")
+            for name in CONTENDERS:
+                stalled[name].append(max(of[name].ask("save_async", folder=folders[name].emptied())))
+                of[name].ask("wait")
         loaded = loads(of, folders, "2 ranks", say)
         bytes_of_unit = max(of["ours"].ask("bytes_of_unit"))
         peaks = [peak_of_export(of["ours"], folders["weights"]) / memory.MIB for _ in range(ROUNDS)]
     yield rows.times_better("ckpt_save_vs_dcp", "s", saved["ours"], saved["fsdp2"], 2.0)
     yield rows.at_most("ckpt_save_vs_disk", "s", saved["ours"], saved["dd"], 1.2)
+    yield rows.times_better("ckpt_async_stall_vs_dcp", "s", stalled["ours"], stalled["fsdp2"], 5.0)
     yield rows.times_better("ckpt_load_vs_dcp", "s", loaded["ours"], loaded["fsdp2"], 3.0)
     allowed = [bytes_of_unit / memory.MIB + 64] * ROUNDS
     yield rows.at_most("export_peak_memory", "MiB", peaks, allowed, 1.0)
