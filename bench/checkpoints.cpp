@@ -61,7 +61,7 @@ class Run {
     return timed([&] { fsdp::export_safetensors(folder, *model_); });
   }
   /// Bytes of one block's parameters.
-  int64_t bytes_of_unit() const {
+  int64_t bytes_of_unit() {
     int64_t bytes = 0;
     for (const auto& held : fsdp::held(*model_->blocks[0])) {
       bytes += c10::multiply_integers(held.sizes) * static_cast<int64_t>(held.local.element_size());
