@@ -33,6 +33,9 @@ ninja -f "$dir/build.ninja" --quiet "$dir/checkpoint_fuzz"
 echo "Fuzzing for $seconds s"
 before=$(find "$dir/inputs" -type f | wc -l)
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=0 # LibTorch's own allocations stay until the end
-"$dir/checkpoint_fuzz" "$dir/inputs" tests/fuzz/corpus -max_total_time="$seconds" -max_len=4096 -rss_limit_mb=2048 \
-  -malloc_limit_mb=256 -timeout=10 -artifact_prefix="$dir/found/" -print_funcs=0 -verbosity=0
+if ! "$dir/checkpoint_fuzz" "$dir/inputs" tests/fuzz/corpus -max_total_time="$seconds" -max_len=4096 -rss_limit_mb=2048 \
+  -malloc_limit_mb=256 -timeout=30 -artifact_prefix="$dir/found/" -print_funcs=0 -verbosity=0 >"$dir/log" 2>&1; then
+  cat "$dir/log" >&2
+  die "What was found is in $dir/found: $dir/checkpoint_fuzz FILE shows it again"
+fi
 echo "Nothing found; $(($(find "$dir/inputs" -type f | wc -l) - before)) inputs led somewhere new"

@@ -1,8 +1,10 @@
 """Checkpoints on disk: the same files as C++ has, from and into models that either API has sharded, or none."""
 
+import copy
 import importlib.util
 import os
 import pathlib
+import resource
 import subprocess
 
 import pytest
@@ -162,6 +164,44 @@ def in_groups(kind, model, options):
         first.requires_grad_(False)
     lower = options.get("lr", 0.02) * 0.5
     return getattr(torch.optim, kind)([{"params": others[:2], "lr": lower}, {"params": others[2:]}], **options)
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_written_while_training_goes_on(folder=None):
+    for form in FORMS:
+        for most in (None, 300):
+            run = Run(form)
+            run.step(0)
+            wanted, seen = copy.deepcopy(run.values()), [1, 2]
+            kept = {"step": 1, "max_staged_bytes": most, "extra": {"seen": seen}}
+            pending = libfsdp.save_async(f"{folder}/{form}{most}", run.model, run.optimizer, **kept)
+            with torch.no_grad():
+                for parameter in run.model.parameters():
+                    parameter.fill_(7)
+            seen.append(3)
+            run.step(1)
+            path = pending.wait()
+            assert path.endswith("step-00000001") and pending.done() and pending.wait() == path
+            reader = Run("plain", seed=2)
+            assert libfsdp.load(path, reader.model, reader.optimizer).extra == {"seen": [1, 2]}
+            check_same(reader.values(), wanted, f"{form}, {most}")
+
+
+@on_ranks(3, comm=("shm",))
+def test_a_background_save_that_fails_is_an_error_for_all_who_wait(folder=None):
+    run = Run("fully_shard")
+    before = run.save(folder, step=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, limits[1]))  # random numbers take more
+    pending = libfsdp.save_async(folder, run.model, run.optimizer, step=2)
+    with pytest.raises(libfsdp.Error, match=r"\[save\] rank 1: .*rank-00001.safetensors: File too large"):
+        pending.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert libfsdp.latest(folder) == before
+    del pending
+    dist.barrier()
+    assert libfsdp.save_async(folder, run.model, run.optimizer, step=3).wait().endswith("step-00000003")
 
 
 @on_ranks(2, comm=("shm",))
