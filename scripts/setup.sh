@@ -131,6 +131,16 @@ ensure_fuzzer() {
   [ -e "$runtime" ] || ensure_packages "libclang-rt-$(clang++ -dumpversion | cut -d. -f1)-dev" ""
 }
 
+# What some tests compare with, and are skipped without. Tried once.
+offer_transformers() {
+  local python stamp=.venv/transformers-tried
+  python=$(torch_python)
+  [ -z "$PYTHON" ] && [ ! -e "$stamp" ] || return 0
+  "$python" -m pip install --quiet --disable-pip-version-check transformers ||
+    echo "Going on without transformers, with which some tests compare."
+  touch "$stamp"
+}
+
 if [ "${1:-}" = --fuzzer ]; then
   ensure_fuzzer
 elif [ "${1:-}" = --tools ]; then
@@ -140,4 +150,5 @@ else
   ensure_packages "$(missing_required)" "$(missing_optional)"
   ensure_torch
   ensure_python_tools
+  offer_transformers
 fi

@@ -33,10 +33,11 @@ uint64_t hash_bytes(const std::string& text) {
 
 } // namespace
 
-Batches::Batches(const std::string& text, int64_t sequence)
+Batches::Batches(const std::string& text, int64_t sequence, int64_t rows_per_rank)
     : text_(
           torch::from_blob(const_cast<char*>(text.data()), {static_cast<int64_t>(text.size())}, torch::kByte).clone()),
       sequence_(sequence),
+      rows_per_rank_(rows_per_rank),
       split_(static_cast<int64_t>((1 - kHeldBack) * static_cast<double>(text.size()))),
       windows_(std::min((text_.numel() - split_ - 1) / sequence, kMaxWindows)),
       fingerprint_(hash_bytes(text)) {
@@ -49,10 +50,12 @@ Batches::Batches(const std::string& text, int64_t sequence)
 }
 
 Batch Batches::training(const BatchKey& key, int64_t rows) const {
-  uint64_t hash = mix(mix(mix(0, key.seed), key.index), key.rank);
+  const uint64_t batch = mix(mix(0, key.seed), key.index);
   std::vector<int64_t> starts(rows);
-  for (int64_t row = 0; row < rows; ++row) {
-    starts[row] = static_cast<int64_t>(mix(hash, row) % static_cast<uint64_t>(split_ - sequence_));
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t row = key.first + i;
+    const uint64_t hash = mix(mix(batch, row / rows_per_rank_), row % rows_per_rank_);
+    starts[i] = static_cast<int64_t>(hash % static_cast<uint64_t>(split_ - sequence_));
   }
   return cut(starts);
 }

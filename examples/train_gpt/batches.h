@@ -15,14 +15,15 @@ struct Batch {
 /// Which batch of the run: nothing else decides what is in it, so that it does not matter who asks, or when.
 struct BatchKey {
   int64_t seed;
-  int64_t index; ///< counts the micro-batches of one rank
-  int64_t rank;
+  int64_t index; ///< counts the micro-batches
+  int64_t first; ///< of its rows, those of all ranks counted on
 };
 
 /// A text cut in two: most of it to learn from, the end held back to test on.
 class Batches {
  public:
-  Batches(const std::string& text, int64_t sequence);
+  /// `rows_per_rank`, of a micro-batch when the run began: other ranks may go on with it, but the rows stay.
+  Batches(const std::string& text, int64_t sequence, int64_t rows_per_rank);
 
   Batch training(const BatchKey& key, int64_t rows) const;
   int64_t held_back_windows() const {
@@ -47,6 +48,7 @@ class Batches {
 
   torch::Tensor text_; // bytes
   int64_t sequence_;
+  int64_t rows_per_rank_;
   int64_t split_; // where the held-back part begins
   int64_t windows_;
   uint64_t fingerprint_;

@@ -82,6 +82,9 @@ void MetricsFile::begin(const History& history) {
        {"options", to_json(history.options)},
        {"units", list(history.units)},
        {"held_back_loss", or_null(history.held_back_before)}});
+  for (const auto& record : history.steps) {
+    step(record);
+  }
 }
 
 void MetricsFile::step(const StepRecord& record) {

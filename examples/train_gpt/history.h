@@ -42,7 +42,7 @@ class MetricsFile {
  public:
   MetricsFile() = default; ///< writes nothing
   explicit MetricsFile(const std::string& path);
-  void begin(const History& history);
+  void begin(const History& history); ///< with the steps of which a checkpoint told
   void step(const StepRecord& record);
   void end(const History& history);
 

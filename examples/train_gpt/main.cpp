@@ -10,6 +10,7 @@
 #include <torch/cuda.h>
 
 #include "batches.h"
+#include "checkpoints.h"
 #include "evaluate.h"
 #include "history.h"
 #include "interrupt.h"
@@ -19,6 +20,7 @@
 #include "team.h"
 #include "text.h"
 #include "trainer.h"
+#include "weights.h"
 #include "words.h"
 
 namespace train_gpt {
@@ -77,14 +79,30 @@ void describe_model(Trainer& trainer, const Team& team, History& history) {
   }
 }
 
-void train(const Options& options, Trainer& trainer, const Team& team, MetricsFile& metrics, History& history) {
-  Progress progress(options.steps, /*quiet=*/!team.leads());
-  for (int64_t index = 0; index < options.steps && !trainer.asked_to_stop(); ++index) {
-    history.steps.push_back(trainer.step(index));
-    metrics.step(history.steps.back());
-    progress.show(history.steps.back());
+/// A run: what takes its steps, and what is written of them.
+struct Run {
+  const Options& options;
+  const Team& team;
+  Trainer& trainer;
+  Checkpoints& checkpoints;
+  MetricsFile& metrics;
+  History& history;
+};
+
+void train(const Run& run) {
+  Progress progress(run.options.steps, /*quiet=*/!run.team.leads());
+  bool stop = false;
+  for (auto step = static_cast<int64_t>(run.history.steps.size()); step < run.options.steps && !stop; ++step) {
+    const auto& record = run.history.steps.emplace_back(run.trainer.step(step));
+    run.metrics.step(record);
+    progress.show(record);
+    stop = run.trainer.asked_to_stop();
+    if (run.checkpoints.due(record.step, /*last=*/stop || record.step == run.options.steps)) {
+      run.checkpoints.save(run.trainer, run.history);
+      stop = run.team.any(interrupted()); // or meanwhile
+    }
   }
-  history.interrupted = trainer.asked_to_stop();
+  run.history.interrupted = stop;
   progress.finish();
 }
 
@@ -95,10 +113,12 @@ std::string printable(std::string text) {
   return text;
 }
 
-void conclude(const Options& options, const History& history) {
+void conclude(const Options& options, const Checkpoints& checkpoints, const History& history) {
   if (history.interrupted) {
     std::cout << "Stopped after " << history.steps.size() << " of " << options.steps
-              << " steps, as asked: no last test and no sample.\n";
+              << " steps, as asked: no last test and no sample. "
+              << (checkpoints.path().empty() ? "Nothing is saved without --save DIR.\n"
+                                             : "The run is saved, and goes on with --resume.\n");
   } else {
     double bits = std::numbers::log2e;
     std::cout << print(
@@ -111,7 +131,22 @@ void conclude(const Options& options, const History& history) {
   if (!history.sample.empty()) {
     std::cout << "\nThe model writes:\n\n" << printable(history.sample) << "\n";
   }
-  std::cout << "\nReport:  " << options.report << "\nMetrics: " << options.out << "/metrics.jsonl" << std::endl;
+  std::cout << "\nReport:  " << options.report << "\nMetrics: " << options.out << "/metrics.jsonl\n";
+  if (!checkpoints.path().empty()) {
+    std::cout << "Saved:   " << checkpoints.path() << "\n";
+  }
+  if (!options.export_to.empty() && !history.interrupted) {
+    std::cout << "Weights: " << options.export_to << "\n";
+  }
+  std::cout << std::flush;
+}
+
+/// Where the run stands: at a checkpoint, at weights that were made elsewhere, or at random ones.
+void find_beginning(const Options& options, Checkpoints& checkpoints, Trainer& trainer, History& history) {
+  if (!options.init_from.empty() && checkpoints.path().empty()) {
+    import_weights(options.init_from, trainer.model());
+  }
+  checkpoints.resume(trainer, history);
 }
 
 // A GPU for each rank of this host, or the CPU.
@@ -127,30 +162,37 @@ void run(const Options& options) {
   Team team = options.single ? Team::in_one_process(options.ranks) : Team::of_the_job();
   choose_threads(options, team);
   Text text = load_text(options.data);
-  Batches batches(text.bytes, options.model.sequence);
+  Batches batches(text.bytes, options.model.sequence, options.batch);
   team.expect_same(std::to_string(batches.fingerprint()), "text");
 
+  Checkpoints checkpoints(options, batches, team);
   Trainer trainer(options, batches, team);
   History history = describe_run(options, text, batches, team);
   describe_model(trainer, team, history);
+  find_beginning(options, checkpoints, trainer, history);
   MetricsFile metrics;
   if (team.leads()) {
     std::filesystem::create_directories(options.out);
     metrics = MetricsFile(options.out + "/metrics.jsonl");
   }
 
-  history.held_back_before = held_back_loss(trainer.model(), batches, team, options.batch);
+  if (!history.held_back_before) {
+    history.held_back_before = held_back_loss(trainer.model(), batches, team, options.batch);
+  }
   metrics.begin(history);
-  train(options, trainer, team, metrics, history);
+  train({options, team, trainer, checkpoints, metrics, history});
   if (!history.interrupted) {
     history.held_back_after = held_back_loss(trainer.model(), batches, team, options.batch);
     history.sample =
         options.sample > 0 ? write_sample(trainer.model(), {.bytes = options.sample, .seed = options.seed}) : "";
+    if (!options.export_to.empty()) {
+      export_weights(options.export_to, trainer.model());
+    }
   }
   metrics.end(history);
   if (team.leads()) {
     write_report(history, options.report);
-    conclude(options, history);
+    conclude(options, checkpoints, history);
   }
   fsdp::barrier(); // a launcher may end the others as soon as one has ended
 }

@@ -32,38 +32,51 @@ AttentionImpl::AttentionImpl(const GPTConfig& config) : heads(config.heads) {
 
 torch::Tensor AttentionImpl::forward(const torch::Tensor& x, const torch::Tensor& rotation) {
   auto split = qkv(x).unflatten(-1, {3, heads, -1}).permute({2, 0, 3, 1, 4});
-  auto query = rotate(split[0], rotation);
-  auto key = rotate(split[1], rotation);
+  auto query = rotation.defined() ? rotate(split[0], rotation) : split[0];
+  auto key = rotation.defined() ? rotate(split[1], rotation) : split[1];
   auto mixed =
       torch::scaled_dot_product_attention(query, key, split[2], /*attn_mask=*/{}, /*dropout_p=*/0, /*is_causal=*/true);
   return out(mixed.transpose(1, 2).flatten(2));
 }
 
-BlockImpl::BlockImpl(const GPTConfig& config) {
+BlockImpl::BlockImpl(const GPTConfig& config) : dropout_(config.dropout) {
   torch::nn::LayerNormOptions norm({config.width});
   attention_norm = register_module("attention_norm", torch::nn::LayerNorm(norm));
   attention = register_module("attention", Attention(config));
   mlp_norm = register_module("mlp_norm", torch::nn::LayerNorm(norm));
   widen = register_module("widen", torch::nn::Linear(config.width, 4 * config.width));
   narrow = register_module("narrow", torch::nn::Linear(4 * config.width, config.width));
+  gelu = register_module("gelu", torch::nn::GELU(torch::nn::GELUOptions().approximate(config.gpt2 ? "tanh" : "none")));
 }
 
 torch::Tensor BlockImpl::forward(torch::Tensor x, const torch::Tensor& rotation) {
-  x = x + attention(attention_norm(x), rotation);
-  return x + narrow(F::gelu(widen(mlp_norm(x))));
+  x = x + drop(attention(attention_norm(x), rotation));
+  return x + drop(narrow(gelu(widen(mlp_norm(x)))));
+}
+
+torch::Tensor BlockImpl::drop(const torch::Tensor& x) const {
+  return dropout_ > 0 ? torch::dropout(x, dropout_, is_training()) : x;
 }
 
 GPTImpl::GPTImpl(const GPTConfig& config) : config(config) {
-  embedding = register_module("embedding", torch::nn::Embedding(kVocabulary, config.width));
+  embedding = register_module("embedding", torch::nn::Embedding(config.vocabulary, config.width));
   blocks = register_module("blocks", torch::nn::ModuleList());
   for (int64_t i = 0; i < config.layers; ++i) {
     blocks->push_back(Block(config));
   }
   norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({config.width})));
-  rotation = register_buffer("rotation", rotation_table(config.sequence, config.width / config.heads / 2));
+  const int64_t longest = config.positions > 0 ? config.positions : config.sequence;
+  if (config.gpt2) {
+    positions = register_module("positions", torch::nn::Embedding(longest, config.width));
+  } else {
+    rotation = register_buffer("rotation", rotation_table(longest, config.width / config.heads / 2));
+  }
 
   torch::NoGradGuard no_grad;
   embedding->weight.normal_(0, 0.02);
+  if (config.gpt2) {
+    positions->weight.normal_(0, 0.02);
+  }
   for (auto& block : *blocks) {
     // Each block adds twice to the same stream: smaller steps keep its size as the model grows deeper.
     double scale = 1 / std::sqrt(2.0 * config.layers);
@@ -74,7 +87,10 @@ GPTImpl::GPTImpl(const GPTConfig& config) : config(config) {
 
 torch::Tensor GPTImpl::forward(const torch::Tensor& bytes) {
   auto x = embedding(bytes);
-  auto turn = rotation.narrow(0, 0, bytes.size(1));
+  if (config.gpt2) {
+    x = x + positions(torch::arange(bytes.size(1), bytes.options()));
+  }
+  auto turn = config.gpt2 ? torch::Tensor() : rotation.narrow(0, 0, bytes.size(1));
   for (auto& module : *blocks) {
     auto* block = module->as<Block>();
     bool again = config.checkpoint && torch::GradMode::is_enabled();

@@ -9,12 +9,14 @@
 #include <fsdp/error.h>
 
 #include "flags.h"
+#include "weights.h"
 
 namespace train_gpt {
 namespace {
 
 /// The options as they were written, before they are put together.
 struct Written {
+  std::string model = "rotary";
   std::string size = "tiny";
   std::string api = "fsdp2";
   std::string mesh;
@@ -67,11 +69,14 @@ void require(bool holds, const std::string& message) {
 Flags make_flags(Options& options, Written& written) {
   Flags flags;
   flags.heading("Model");
+  flags.text("model", "NAME", "rotary, or gpt2: as Hugging Face has it", written.model);
   flags.text("size", "NAME", "tiny, small, medium or large", written.size);
   flags.number("width", "0: the size's", written.width, 0);
   flags.number("layers", "0: the size's", written.layers, 0);
   flags.number("heads", "0: the size's", written.heads, 0);
   flags.number("seq", "bytes in a sequence", options.model.sequence, 2);
+  flags.text("init-from", "DIR", "its config.json says which model, and its weights are the first", options.init_from);
+  flags.text("export", "DIR", "write the weights there at the end, as Hugging Face does", options.export_to);
   flags.heading("Training");
   flags.text("data", "FILE", "text to learn; without it, the help texts that come with Python", options.data);
   flags.number("steps", "optimizer steps", options.steps, 1);
@@ -81,6 +86,7 @@ Flags make_flags(Options& options, Written& written) {
   flags.number("warmup", "steps up to it; then a cosine down to a tenth", options.warmup, 0);
   flags.number("weight-decay", "of AdamW", options.weight_decay, 0.0);
   flags.number("clip", "largest norm of the gradient, 0 for no limit", options.clip, 0.0);
+  flags.number("dropout", "share of what each block adds that is left out", options.model.dropout, 0.0);
   flags.number("seed", "of the initial weights, the order of the data and the sample", options.seed, 0);
   flags.heading("Sharding");
   flags.text("backend", "NAME", "shm, gloo, nccl; without it, by device and hosts", options.backend);
@@ -93,6 +99,11 @@ Flags make_flags(Options& options, Written& written) {
   flags.toggle("offload", "keep shards, gradients and optimizer in host memory", options.offload);
   flags.toggle("checkpoint-activations", "compute each block again in backward", options.model.checkpoint);
   flags.number("threads", "for computing, per rank; 0 divides the cores", options.threads, 0);
+  flags.heading("Checkpoints");
+  flags.text("save", "DIR", "write them there: at the end, and where the run is stopped before", options.save);
+  flags.number("save-every", "steps; 0: at the end only", options.save_every, 0);
+  flags.number("keep-last", "of them; 0 keeps all", options.keep_last, 0);
+  flags.toggle("resume", "go on from the latest in --save, if there is one, on any number of ranks", options.resume);
   flags.heading("Comparison");
   flags.toggle("single", "the same run in one process without libfsdp's sharding", options.single);
   flags.number("ranks", "with --single: compute the batches of so many ranks", options.ranks, 1);
@@ -105,14 +116,24 @@ Flags make_flags(Options& options, Written& written) {
 }
 
 GPTConfig complete(GPTConfig model, const Written& written) {
+  model.gpt2 = choose<bool>({{"gpt2", true}, {"rotary", false}}, "model", written.model);
   Shape shape = choose(kSizes, "size", written.size);
   model.width = written.width ? written.width : shape.width;
   model.layers = written.layers ? written.layers : shape.layers;
   model.heads = written.heads ? written.heads : shape.heads;
+  return model;
+}
+
+GPTConfig complete_from(const std::string& folder, const GPTConfig& rest, const Written& written) {
   require(
-      model.width % (2 * model.heads) == 0,
-      "expected a width that is a multiple of twice the heads, got " + std::to_string(model.width) + " and " +
-          std::to_string(model.heads) + ": change --width or --heads");
+      written.width == 0 && written.layers == 0 && written.heads == 0,
+      "expected no --width, --layers or --heads beside --init-from, whose config.json has them: leave them out");
+  const GPTConfig model = read_config(folder, rest);
+  require(
+      model.sequence <= model.positions,
+      "expected no more than " + std::to_string(model.positions) +
+          " for --seq, which are the positions that the model in " + folder + " knows, got " +
+          std::to_string(model.sequence));
   return model;
 }
 
@@ -149,7 +170,12 @@ std::filesystem::path default_folder() {
 }
 
 void complete(Options& options, const Written& written) {
-  options.model = complete(options.model, written);
+  options.model = options.init_from.empty() ? complete(options.model, written)
+                                            : complete_from(options.init_from, options.model, written);
+  require(
+      options.model.width % (2 * options.model.heads) == 0,
+      "expected a width that is a multiple of twice the heads, got " + std::to_string(options.model.width) + " and " +
+          std::to_string(options.model.heads) + ": change --width or --heads");
   if (options.lr == 0) {
     options.lr = 0.5 / static_cast<double>(options.model.width); // wide models need small steps
   }
@@ -176,6 +202,15 @@ void complete(Options& options, const Written& written) {
 
 void check_together(const Options& options) {
   require(
+      !options.save.empty() || (!options.resume && options.save_every == 0),
+      "expected --save DIR beside --resume and --save-every, got none: name the folder of the checkpoints");
+  require(
+      options.model.dropout < 1,
+      "expected less than 1 for --dropout, got " + std::to_string(options.model.dropout) + ": it is a share");
+  require(
+      !options.single || options.model.dropout == 0,
+      "expected no --dropout beside --single, whose ranks would share one random number generator: leave one out");
+  require(
       options.single || options.ranks == 1,
       "expected --single beside --ranks, got --ranks alone: it is the launcher that starts several ranks, as in "
       "torchrun --no-python --nproc-per-node " +
@@ -198,6 +233,7 @@ Options parse_options(int argc, char** argv) {
   if (!options.help) {
     complete(options, written);
     check_together(options);
+    written.model = options.model.gpt2 ? "gpt2" : "rotary";
     written.width = options.model.width;
     written.layers = options.model.layers;
     written.heads = options.model.heads;

@@ -40,6 +40,14 @@ struct Options {
   bool single = false; ///< plain LibTorch in one process
   int64_t ranks = 1; ///< with `single`: how many ranks' batches to compute
 
+  std::string save; ///< folder of the run's checkpoints; empty: none are written
+  int64_t save_every = 0; ///< steps; 0: only at the end
+  int64_t keep_last = 2; ///< checkpoints; 0: all
+  bool resume = false;
+
+  std::string init_from; ///< folder of the weights to begin with; empty: random ones
+  std::string export_to; ///< folder for the weights at the end; empty: none
+
   std::string out; ///< folder of what the run writes
   std::string report; ///< empty: report.html in `out`
   int64_t sample = 300; ///< bytes to write at the end

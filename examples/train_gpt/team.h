@@ -29,6 +29,10 @@ class Team {
   int64_t on_this_host() const;
   /// Adds up every process's numbers, position by position.
   std::vector<double> sum(const std::vector<double>& values) const;
+  /// Whether it holds on some process. The same answer on every one.
+  bool any(bool holds) const {
+    return sum({holds ? 1.0 : 0.0})[0] > 0;
+  }
   /// Throws fsdp::Error unless every process gives the same.
   void expect_same(const std::string& value, const std::string& what) const;
 

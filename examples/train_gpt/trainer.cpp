@@ -3,6 +3,7 @@
 #include <limits>
 
 #include <fsdp/clip_grad_norm.h>
+#include <fsdp/error.h>
 #include <fsdp/init.h>
 
 #include "interrupt.h"
@@ -21,6 +22,7 @@ GPT build_model(const Options& options) {
   torch::manual_seed(options.seed); // every rank builds the same model
   GPT model(options.model);
   model->to(fsdp::device());
+  torch::manual_seed(options.seed + 1 + fsdp::rank()); // what is dropped out differs
   return model;
 }
 
@@ -31,12 +33,23 @@ Trainer::Trainer(const Options& options, const Batches& batches, const Team& tea
       batches_(batches),
       team_(team),
       schedule_{options.lr, options.warmup, options.steps},
+      rows_(options.batch),
       model_(build_model(options)) {
   if (!options.single) {
     root_ = shard(model_, options);
   }
   auto adamw = torch::optim::AdamWOptions(options.lr).weight_decay(options.weight_decay).betas({0.9, 0.95});
   optimizer_ = std::make_unique<fsdp::optim::AdamW>(model_->parameters(), adamw);
+}
+
+void Trainer::go_on(const StepRecord& last, int64_t rows_per_step) {
+  if (rows_per_step % team_.size() != 0) {
+    throw fsdp::Error(
+        "[resume] expected a number of ranks that divides the run's " + std::to_string(rows_per_step) +
+        " sequences per micro-batch, got " + std::to_string(team_.size()) + ": start another number of ranks");
+  }
+  rows_ = rows_per_step / team_.size();
+  began_ = Clock::now() - std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(last.seconds));
 }
 
 StepRecord Trainer::step(int64_t index) {
@@ -52,7 +65,7 @@ StepRecord Trainer::step(int64_t index) {
   auto sums = team_.sum({loss, static_cast<double>(memory_.read()), interrupted() ? 1.0 : 0.0});
   auto end = Clock::now();
   auto micro_batches = static_cast<double>(options_.accumulate * team_.size());
-  double tokens = micro_batches * static_cast<double>(options_.batch * options_.model.sequence);
+  double tokens = micro_batches * static_cast<double>(rows_ * options_.model.sequence);
   asked_to_stop_ = sums[2] > 0;
   return {
       .step = index + 1,
@@ -91,7 +104,7 @@ double Trainer::compute_gradients(int64_t index, int64_t rank) {
     if (root_) {
       root_->set_requires_gradient_sync(/*requires_gradient_sync=*/i + 1 == options_.accumulate);
     }
-    auto batch = batches_.training({options_.seed, index * options_.accumulate + i, rank}, options_.batch);
+    auto batch = batches_.training({options_.seed, index * options_.accumulate + i, rank * rows_}, rows_);
     auto loss = model_->loss(batch.bytes.to(fsdp::device()), batch.next.to(fsdp::device()));
     (loss / options_.accumulate).backward();
     sum += loss.item<double>();

@@ -21,6 +21,12 @@ class Trainer {
  public:
   Trainer(const Options& options, const Batches& batches, const Team& team);
 
+  /// Goes on after the step that a checkpoint ends with: the same rows each step, on whatever number of ranks.
+  void go_on(const StepRecord& last, int64_t rows_per_step);
+  /// Rows of a micro-batch, of all ranks together.
+  int64_t rows_per_step() const {
+    return rows_ * team_.size();
+  }
   /// One optimizer step; `index` counts from 0.
   StepRecord step(int64_t index);
   /// Whether any rank was asked to stop by the end of the last step. The same answer on every rank.
@@ -29,6 +35,9 @@ class Trainer {
   }
   GPT& model() {
     return model_;
+  }
+  torch::optim::Optimizer& optimizer() {
+    return *optimizer_;
   }
   bool sharded() const {
     return root_.has_value();
@@ -44,6 +53,7 @@ class Trainer {
   const Batches& batches_;
   const Team& team_;
   Schedule schedule_;
+  int64_t rows_; // of a micro-batch, of one rank
   GPT model_;
   std::optional<fsdp::FSDPModule> root_; // empty: not sharded
   std::unique_ptr<fsdp::optim::AdamW> optimizer_;

@@ -15,10 +15,13 @@ namespace fsdp {
 
 /// From the name that a tensor has in the model to the one that it has in the files.
 using NameInFiles = std::function<std::string(const std::string& name)>;
+/// Whether a matrix, by its name in the model, lies in the files with rows and columns exchanged.
+using TransposedInFiles = std::function<bool(const std::string& name)>;
 
 struct ExportSafetensorsOptions {
   int64_t max_shard_bytes = 5'000'000'000; ///< of a file; more than that is spread over numbered ones
   NameInFiles name_in_files = nullptr; ///< null: the same
+  TransposedInFiles transposed = nullptr; ///< null: none
   std::shared_ptr<Group> group = nullptr; ///< null: all ranks of the job
 };
 
@@ -32,6 +35,7 @@ FSDP_API void export_safetensors(
 struct ImportSafetensorsOptions {
   bool strict = true; ///< names that are missing, or too many, are an error
   NameInFiles name_in_files = nullptr; ///< null: the same
+  TransposedInFiles transposed = nullptr; ///< null: none
   std::shared_ptr<Group> group = nullptr; ///< null: all ranks of the job
 };
 

@@ -147,13 +147,22 @@ NameInFiles name_in_files(const py::object& function) {
   };
 }
 
+TransposedInFiles transposed_in_files(const py::object& function) {
+  if (function.is_none()) {
+    return nullptr;
+  }
+  return [&function](const std::string& name) { return in_python([&] { return function(name).cast<bool>(); }); };
+}
+
 void export_model(
     const std::string& dir,
     const py::object& target,
     int64_t max_shard_bytes,
     const py::object& name,
+    const py::object& transposed,
     const std::shared_ptr<Group>& group) {
-  const ExportSafetensorsOptions options{max_shard_bytes, name_in_files(name), group};
+  const ExportSafetensorsOptions options{
+      max_shard_bytes, name_in_files(name), transposed_in_files(transposed), group};
   const auto model = model_of(target);
   const py::gil_scoped_release no_gil;
   saved_state::export_safetensors(dir, model, options);
@@ -164,8 +173,9 @@ IncompatibleKeys import_model(
     const py::object& target,
     bool strict,
     const py::object& name,
+    const py::object& transposed,
     const std::shared_ptr<Group>& group) {
-  const ImportSafetensorsOptions options{strict, name_in_files(name), group};
+  const ImportSafetensorsOptions options{strict, name_in_files(name), transposed_in_files(transposed), group};
   const auto model = model_of(target);
   const py::gil_scoped_release no_gil;
   return saved_state::import_safetensors(
@@ -263,6 +273,7 @@ void bind_saved_state(py::module_& m) {
       py::arg("target"),
       py::arg("max_shard_bytes"),
       py::arg("name_in_files"),
+      py::arg("transposed"),
       py::arg("group"));
   m.def(
       "import_safetensors",
@@ -271,6 +282,7 @@ void bind_saved_state(py::module_& m) {
       py::arg("target"),
       py::arg("strict"),
       py::arg("name_in_files"),
+      py::arg("transposed"),
       py::arg("group"));
 }
 

@@ -260,10 +260,20 @@ def load(
     dir: str, target: Any, with_optimizer: bool, device: torch.device, strict: bool, random_numbers: bool, group: Group
 ) -> LoadedState: ...
 def export_safetensors(
-    dir: str, target: Any, max_shard_bytes: int, name_in_files: Callable[[str], str] | None, group: Group
+    dir: str,
+    target: Any,
+    max_shard_bytes: int,
+    name_in_files: Callable[[str], str] | None,
+    transposed: Callable[[str], bool] | None,
+    group: Group,
 ) -> None: ...
 def import_safetensors(
-    path: str, target: Any, strict: bool, name_in_files: Callable[[str], str] | None, group: Group
+    path: str,
+    target: Any,
+    strict: bool,
+    name_in_files: Callable[[str], str] | None,
+    transposed: Callable[[str], bool] | None,
+    group: Group,
 ) -> IncompatibleKeys: ...
 def share_comm_ctx(units: Sequence[Unit]) -> None: ...
 def show_as(shard: torch.Tensor, shown: ShownShard) -> None: ...

@@ -20,6 +20,7 @@ from ._state import states_below
 Path = str | os.PathLike[str]
 Group = dist.ProcessGroup | None
 NameInFiles = Callable[[str], str] | None
+TransposedInFiles = Callable[[str], bool] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,16 +131,17 @@ def export_safetensors(
     *,
     max_shard_bytes: int = 5_000_000_000,
     name_in_files: NameInFiles = None,
+    transposed: TransposedInFiles = None,
     process_group: Group = None,
 ) -> None:
     """Writes FOLDER/model.safetensors, or numbered files with an index, as the Hugging Face libraries read them. Each rank
-    writes what it has to its places: nothing is gathered. ``name_in_files`` is given a tensor's name in the model.
-    Collective."""
+    writes what it has to its places: nothing is gathered. ``name_in_files`` is given a tensor's name in the model;
+    ``transposed`` too, and says whether rows and columns are exchanged in the files. Collective."""
     group = _group(process_group, _device_of(model))
     with Callbacks() as called:
-        name = name_in_files and called(name_in_files)
+        name, turned = name_in_files and called(name_in_files), transposed and called(transposed)
         source = _Target(model, to_write=False, ranks=_ranks(process_group)).within(called)
-        _C.export_safetensors(os.fspath(folder), source, max_shard_bytes, name, group)
+        _C.export_safetensors(os.fspath(folder), source, max_shard_bytes, name, turned, group)
 
 
 def import_safetensors(
@@ -148,14 +150,16 @@ def import_safetensors(
     *,
     strict: bool = True,
     name_in_files: NameInFiles = None,
+    transposed: TransposedInFiles = None,
     process_group: Group = None,
 ) -> nn.modules.module._IncompatibleKeys:
     """Reads such a folder, or one file, into a model, sharded or not: each rank its elements, whose dtype becomes the
     model's. A tied weight has to be there under one of its names. Collective."""
     group = _group(process_group, _device_of(model))
     with Callbacks() as called:
-        name = name_in_files and called(name_in_files)
-        keys = _C.import_safetensors(os.fspath(path), _Target(model).within(called), strict, name, group)
+        name, turned = name_in_files and called(name_in_files), transposed and called(transposed)
+        target = _Target(model).within(called)
+        keys = _C.import_safetensors(os.fspath(path), target, strict, name, turned, group)
     return nn.modules.module._IncompatibleKeys(keys.missing, keys.unexpected)
 
 

@@ -9,15 +9,28 @@
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
+#include "checkpoint/transposed.h"
 
 namespace fsdp::disk {
 
 namespace {
 
-using ByName = std::unordered_map<std::string, const HeldTensor*>;
+using ByName = std::unordered_map<std::string, HeldTensor>;
 
 int64_t bytes_of(const HeldTensor& held) {
   return c10::multiply_integers(held.sizes) * static_cast<int64_t>(c10::elementSize(held.dtype()));
+}
+
+HeldTensor in_file(const std::string& name, const HeldTensor& held, const ExportSafetensorsOptions& options) {
+  if (!options.transposed || !options.transposed(name)) {
+    return held;
+  }
+  FSDP_CHECK(
+      held.sizes.size() == 2,
+      "[export_safetensors] '{}' has sizes {}, and only a matrix can be transposed: let `transposed` say so",
+      name,
+      c10::IntArrayRef(held.sizes));
+  return transposed(held);
 }
 
 std::string number_name(size_t number, size_t count) {
@@ -77,12 +90,13 @@ std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportS
     }
     bytes += bytes_of(held);
     const std::string name = options.name_in_files ? options.name_in_files(item.key()) : item.key();
+    const HeldTensor& there = in_file(item.key(), held, options);
     FSDP_CHECK(
-        by_name.emplace(name, &held).second,
+        by_name.emplace(name, there).second,
         "[export_safetensors] name_in_files gives '{}' to two tensors, '{}' is one of them: give each its own",
         name,
         item.key());
-    files.back().header.tensors.push_back({name, held.dtype(), held.sizes});
+    files.back().header.tensors.push_back({name, there.dtype(), there.sizes});
   }
   for (size_t i = 0; i < files.size(); ++i) {
     files[i].name = number_name(i, files.size());

@@ -15,7 +15,7 @@ struct ExportFile {
   std::string name{};
   SafetensorsHeader header{}; ///< laid out
   std::string text{}; ///< of the header, with its length before it
-  std::vector<const HeldTensor*> held{}; ///< by tensor of the header
+  std::vector<HeldTensor> held{}; ///< by tensor of the header, as it lies in the file
 };
 
 /// Spreads a model's tensors over files, tied ones once.

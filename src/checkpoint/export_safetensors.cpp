@@ -75,9 +75,9 @@ class Export {
     for (const auto& file : files_) {
       File opened = File::open_to_write(aside(file.name));
       for (size_t i = 0; i < file.held.size(); ++i) {
-        if (turns.is_mine(*file.held[i])) {
+        if (turns.is_mine(file.held[i])) {
           const int64_t begin = static_cast<int64_t>(file.text.size()) + file.header.tensors[i].begin;
-          write_rows(opened, begin, *file.held[i]);
+          write_rows(opened, begin, file.held[i]);
         }
       }
       opened.flush();

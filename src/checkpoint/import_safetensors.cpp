@@ -13,6 +13,7 @@
 #include "checkpoint/piece_reader.h"
 #include "checkpoint/plain_name.h"
 #include "checkpoint/safetensors_file.h"
+#include "checkpoint/transposed.h"
 #include "layout/param_layout.h"
 
 namespace fsdp {
@@ -97,7 +98,7 @@ class Import {
       const std::string name = options_.name_in_files ? options_.name_in_files(item.key()) : item.key();
       const auto* impl = item.value().local.unsafeGetTensorImpl();
       if (unread_.erase(name) != 0 && read.count(impl) == 0) {
-        read.emplace(impl, reader_.read(name, item.value()));
+        read.emplace(impl, read_one(item.key(), name, item.value()));
       }
     }
     ShardedStateDict state;
@@ -113,6 +114,23 @@ class Import {
   }
 
  private:
+  HeldTensor read_one(const std::string& in_model, const std::string& name, const HeldTensor& here) {
+    if (!options_.transposed || !options_.transposed(in_model)) {
+      return reader_.read(name, here);
+    }
+    IndexedTensor& tensor = index_.tensors.at(name);
+    FSDP_CHECK(
+        tensor.sizes.size() == 2,
+        "[import_safetensors] {}: '{}' has sizes {}, and only a matrix can be transposed: let `transposed` say so of "
+        "'{}'",
+        files_.folder,
+        name,
+        c10::IntArrayRef(tensor.sizes),
+        in_model);
+    tensor = transposed(tensor);
+    return read_transposed(reader_, name, here);
+  }
+
   const ImportSafetensorsOptions& options_;
   Files files_;
   CheckpointIndex index_;

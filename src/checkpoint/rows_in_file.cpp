@@ -22,6 +22,23 @@ bool lies_row_by_row(const HeldTensor& held) {
   return true;
 }
 
+/// Whether it has whole columns of a matrix that lies column by column.
+bool has_columns(const HeldTensor& held) {
+  const Extent& extent = held.extent;
+  return held.sizes.size() == 2 && held.sizes[0] > 0 && held.strides == std::vector<int64_t>{1, held.sizes[0]} &&
+         extent.count == 1 && extent.first % held.sizes[0] == 0 && extent.run % held.sizes[0] == 0;
+}
+
+RowsInFile rows_of_columns(const HeldTensor& held, const at::Tensor& elements) {
+  const int64_t height = held.sizes[0], width = held.sizes[1];
+  const int64_t first = held.extent.first / height, columns = held.extent.run / height;
+  RowsInFile rows{elements.view({columns, height}).t().reshape({-1})};
+  for (int64_t row = 0; row < height; ++row) {
+    rows.runs.push_back({row * columns, row * width + first, columns});
+  }
+  return rows;
+}
+
 void add(std::vector<RowsInFile::Run>& runs, const RowsInFile::Run& next) {
   if (!runs.empty() && runs.back().from + runs.back().length == next.from &&
       runs.back().to + runs.back().length == next.to) {
@@ -45,11 +62,17 @@ RowsInFile rows_in_file(const HeldTensor& held) {
   const engine::InternalScope scope;
   const Extent& extent = held.extent;
   RowsInFile rows{stored(layout::in_memory_order(state::as_piece(held)).detach().reshape({-1}))};
+  if (extent.numel() == 0) {
+    return rows;
+  }
   if (lies_row_by_row(held)) {
     for (int64_t i = 0; i < extent.count; ++i) {
       rows.runs.push_back({i * extent.run, extent.first + i * extent.stride, extent.run});
     }
     return rows;
+  }
+  if (has_columns(held)) {
+    return rows_of_columns(held, rows.elements);
   }
   const at::Tensor places = places_of(held), order = places.argsort();
   rows.elements = rows.elements.index_select(0, order);

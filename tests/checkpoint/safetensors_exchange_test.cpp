@@ -71,6 +71,35 @@ TEST_P(Exported, AreImportedIntoAnySharding) {
   });
 }
 
+bool is_turned(const std::string& name) {
+  return name == "first.weight" || name == "last.weight" || name == "turned";
+}
+
+TEST_P(Exported, MatricesMayLieTransposed) {
+  OddNet net(1000);
+  const auto wanted = full_state_dict(net);
+  StateDict turned;
+  for (const auto& item : wanted) {
+    turned.insert(item.key(), is_turned(item.key()) ? item.value().t().contiguous() : item.value());
+  }
+  on_threads(GetParam(), [&] {
+    for (const Form form : forms(world_size())) {
+      SCOPED_TRACE(name_of(form));
+      const auto dir = folder(name_of(form));
+      export_safetensors(dir, make(form, 1000), {.transposed = is_turned});
+      const disk::SafetensorsFile file(dir + kFile);
+      for (const auto& tensor : file.header().tensors) {
+        at::Tensor there = torch::empty(tensor.sizes, tensor.dtype);
+        file.read(tensor, 0, static_cast<char*>(there.data_ptr()), tensor.bytes());
+        expect_same(there, turned[tensor.name], tensor.name);
+      }
+      OddNet other = make(form, 0);
+      import_safetensors(dir, other, {.transposed = is_turned});
+      expect_same_model(other, wanted);
+    }
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Exported, ::testing::Values(1, 2, 3, 4), ::testing::PrintToStringParamName());
 
 class Exchanged : public Exported {};
@@ -248,6 +277,35 @@ TEST_F(Exchanged, EachRankReadsItsRows) {
     EXPECT_EQ(bytes_read(), 2 * header + 16 * 65 * 4);
     count_reads_of("");
   });
+}
+
+TEST_F(Exchanged, EachRankReadsItsColumnsOfWhatLiesTransposed) {
+  const auto weight = [](const std::string& name) { return name == "weight"; };
+  export_safetensors(folder(), torch::nn::Linear(32, 64), {.transposed = weight});
+  on_threads(4, [&] {
+    torch::nn::Linear model(32, 64);
+    fully_shard(model);
+    count_reads_of(".safetensors");
+    import_safetensors(folder(), model, {.transposed = weight});
+    const int64_t header = disk::SafetensorsFile(folder() + kFile).offset_of({});
+    EXPECT_EQ(bytes_read(), 2 * header + 16 * 33 * 4);
+    count_reads_of("");
+  });
+}
+
+TEST_F(Exchanged, OnlyMatricesLieTransposed) {
+  torch::nn::Linear model(4, 3);
+  const auto bias = [](const std::string& name) { return name == "bias"; };
+  const auto weight = [](const std::string& name) { return name == "weight"; };
+  export_safetensors(folder(), model);
+  const auto import_with = [&](const TransposedInFiles& transposed) {
+    return error_message([&] { import_safetensors(folder(), model, {.transposed = transposed}); });
+  };
+  EXPECT_TRUE(contains(import_with(bias), "'bias' has sizes [3], and only a matrix can be transposed"));
+  EXPECT_TRUE(contains(import_with(weight), "'weight' has sizes [4, 3] there and [3, 4] in the model"));
+  EXPECT_TRUE(contains(
+      error_message([&] { export_safetensors(folder(), model, {.transposed = bias}); }),
+      "'bias' has sizes [3], and only"));
 }
 
 TEST_F(Exchanged, NothingChangesIfThereIsAnError) {

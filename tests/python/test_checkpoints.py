@@ -525,6 +525,19 @@ def once(values):
 
 @pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="the package transformers is not installed")
 @on_ranks(2, comm=("shm",))
+def test_matrices_may_lie_transposed_in_files(folder=None):
+    safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
+    models = [fully_shard(seeded(lambda: nn.Linear(4, 6), seed)) for seed in (1, 2)]
+    libfsdp.export_safetensors(folder, models[0], transposed="weight".__eq__)
+    libfsdp.import_safetensors(folder, models[1], transposed="weight".__eq__)
+    got = safetensors.load_file(f"{folder}/model.safetensors")
+    wanted = [{name: value.full_tensor() for name, value in model.state_dict().items()} for model in models]
+    for name, value in wanted[0].items():
+        assert torch.equal(got[name].t() if name == "weight" else got[name], value)
+        assert torch.equal(wanted[1][name], value)
+
+
+@on_ranks(2, comm=("shm",))
 def test_weights_of_transformers(folder=None):
     import transformers
 

@@ -127,6 +127,21 @@ class Launch(unittest.TestCase):
         self.assertEqual(out, "saved\n" * 2)
         self.assertEqual(process.returncode, 128 + signal.SIGINT)
 
+    def test_ranks_may_take_their_time_to_end_after_sigterm(self):
+        process = launch(2, "trap 'sleep 7; echo saved; exit' TERM; sleep 100 & echo ready; wait")
+        self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        self.assertEqual(out, "saved\n" * 2)
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
+
+    def test_sigusr1_is_for_the_ranks(self):
+        process = launch(2, "trap 'echo saved; exit' USR1; sleep 100 & echo ready; wait")
+        self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
+        process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=30)
+        self.assertEqual((process.returncode, out, err), (0, "saved\n" * 2, ""))
+
     def test_ctrl_c_while_ranks_start_loses_none(self):
         for _ in range(5):
             process = launch(20, "sleep 100 & echo ready; wait")
