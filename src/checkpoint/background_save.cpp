@@ -4,11 +4,12 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <optional>
+#include <cstdlib>
 #include <utility>
 
 #include <fsdp/error.h>
 
+#include "base/check.h"
 #include "base/log.h"
 
 namespace fsdp::disk {
@@ -20,38 +21,52 @@ using namespace std::chrono_literals;
 const Label kLabel{"save_async", ""};
 constexpr auto kBetweenLooks = 20ms; // at the files of other ranks
 constexpr auto kBetweenWords = 1s; // while ranks wait: none waits longer for another's word, however long writing takes
-constexpr int kMostWords = 30; // with which ranks that have written wait for what they wrote to be seen
-constexpr auto kPatience = 10s; // of a first rank that nobody waits for
+// Other hosts may see a new file a minute late.
+constexpr int kMostWords = 120; // with which ranks that have written wait for the first one to see it
+constexpr auto kPatience = 60s; // of a first rank that nobody waits for
 
 /// The last of each group. One that had none has no entry, on all its ranks.
 class LastSaves {
  public:
-  struct Last {
-    std::weak_ptr<Group> group{};
-    std::weak_ptr<BackgroundSave> save{};
-    std::shared_ptr<BackgroundSave::Ending> ending{};
-  };
+  using Save = std::shared_ptr<BackgroundSave>;
 
-  void set(Last last) {
+  /// Returns those that nobody needs any more.
+  std::vector<Save> set(const std::shared_ptr<Group>& group, Save save) {
     const std::lock_guard lock(mutex_);
-    const auto group = last.group.lock();
-    std::erase_if(all_, [&](const Last& each) { return each.group.expired() || each.group.lock() == group; });
-    all_.push_back(std::move(last));
+    std::vector<Save> old;
+    std::erase_if(all_, [&](auto& each) {
+      const bool goes = each.first.expired() || each.first.lock() == group;
+      if (goes) {
+        old.push_back(std::move(each.second));
+      }
+      return goes;
+    });
+    all_.emplace_back(group, std::move(save));
+    return old;
   }
-  std::optional<Last> of(const std::shared_ptr<Group>& group) {
+  /// Null if it had none.
+  Save of(const std::shared_ptr<Group>& group) const {
     const std::lock_guard lock(mutex_);
     const auto last =
-        std::find_if(all_.begin(), all_.end(), [&](const Last& each) { return each.group.lock() == group; });
-    return last == all_.end() ? std::nullopt : std::optional(*last);
+        std::find_if(all_.begin(), all_.end(), [&](const auto& each) { return each.first.lock() == group; });
+    return last == all_.end() ? nullptr : last->second;
+  }
+  std::vector<Save> all() const {
+    const std::lock_guard lock(mutex_);
+    std::vector<Save> all;
+    for (const auto& [group, save] : all_) {
+      all.push_back(save);
+    }
+    return all;
   }
 
  private:
-  std::mutex mutex_{};
-  std::vector<Last> all_{};
+  mutable std::mutex mutex_{};
+  std::vector<std::pair<std::weak_ptr<Group>, Save>> all_{};
 };
 
 LastSaves& last_saves() {
-  static auto* saves = new LastSaves;
+  static auto* saves = new LastSaves; // as long as any thread
   return *saves;
 }
 
@@ -79,25 +94,16 @@ BackgroundSave::BackgroundSave(SaveOfRank save, std::shared_ptr<Group> group)
     : save_(std::move(save)),
       group_(std::move(group)),
       rank_(group_->rank()),
-      process_(getpid()),
-      begun_(std::chrono::steady_clock::now()) {}
-
-BackgroundSave::~BackgroundSave() {
-  if (getpid() != process_) { // a forked child has no such thread
-    if (thread_.joinable()) {
-      thread_.detach();
-    }
-    return;
-  }
-  wait_for_end();
-  ending_->word = word();
-  if (!is_told_ && state_ == State::kFailed) {
-    log::warn("[save_async] {} could not be written, and nobody has waited for it: {}", save_.folder(), text_);
-  }
-}
+      ranks_(group_->size()),
+      rank_of_job_(log::rank()),
+      process_(getpid()) {}
 
 void BackgroundSave::start(const std::shared_ptr<BackgroundSave>& save, const StateOfRank& state) {
-  last_saves().set({save->group_, save, save->ending_});
+  static const bool at_exit = [] { return std::atexit(&BackgroundSave::wait_for_all) == 0; }();
+  static_cast<void>(at_exit);
+  for (const auto& old : last_saves().set(save->group_, save)) {
+    old->wait_for_end(); // all of them have settled, but for those of a group that is gone
+  }
   save->start(state);
 }
 
@@ -106,8 +112,9 @@ void BackgroundSave::start(const StateOfRank& state) {
     save_.begin(state);
     save_.stage();
     const NoSignals no_signals;
-    thread_ = std::thread([this, rank = log::rank()] {
-      log::set_thread_rank(rank);
+    const std::lock_guard lock(joining_);
+    thread_ = std::thread([this] {
+      log::set_thread_rank(rank_of_job_);
       run();
     });
   } catch (const std::exception& error) {
@@ -125,17 +132,20 @@ void BackgroundSave::run() {
     }
   } catch (const std::exception& error) {
     fail(error.what());
+  } catch (...) {
+    fail("");
   }
   end();
 }
 
 void BackgroundSave::finish_when_all_have_written() {
-  for (int rank = 1; rank < group_->size(); ++rank) {
+  for (int rank = 1; rank < ranks_; ++rank) {
     if (!wait_for_part(rank)) {
       become(State::kGivenUp, "");
       return;
     }
   }
+  become(State::kFinishing, "");
   become(State::kFinished, save_.finish());
 }
 
@@ -154,14 +164,18 @@ bool BackgroundSave::wait_for_part(int rank) {
 
 void BackgroundSave::become(State state, const std::string& text) {
   const std::lock_guard lock(mutex_);
+  if (state_ == State::kWriting) {
+    written_ = Clock::now();
+  }
   state_ = state;
   text_ = text;
   changed_.notify_all();
 }
 
+// The others hear of it when nothing is written here any more.
 void BackgroundSave::fail(const std::string& text) {
-  become(State::kFailed, text.empty() ? "an error without a text" : text);
   save_.note_failure();
+  become(State::kFailed, text.empty() ? "an error without a text" : text);
 }
 
 void BackgroundSave::end() {
@@ -176,9 +190,8 @@ bool BackgroundSave::has_ended() const {
 }
 
 std::string BackgroundSave::result() {
-  if (!ending_->is_settled) {
-    settle(*group_, *ending_, this);
-  }
+  settle(*group_);
+  const std::lock_guard lock(mutex_);
   is_told_ = true;
   if (!error_.empty()) {
     throw Error(error_);
@@ -187,30 +200,32 @@ std::string BackgroundSave::result() {
 }
 
 void BackgroundSave::settle(const std::shared_ptr<Group>& group) {
-  const auto last = last_saves().of(group);
-  if (last && !last->ending->is_settled) {
-    settle(*group, *last->ending, last->save.lock().get());
+  if (const auto last = last_saves().of(group)) {
+    last->settle(*group);
   }
 }
 
-void BackgroundSave::settle(Group& group, Ending& ending, BackgroundSave* save) {
+void BackgroundSave::settle(Group& group) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (is_settled_) {
+      return;
+    }
+  }
   for (int words = 0;;) {
-    const auto states = group.exchange(save != nullptr ? save->wait_a_while() : ending.word, kLabel);
+    const auto states = group.exchange(wait_a_while(), kLabel);
     const auto any_is = [&](State state) {
       return std::any_of(
           states.begin(), states.end(), [&](const auto& each) { return each[0] == static_cast<char>(state); });
     };
-    const bool all_have_written = !any_is(State::kWriting);
-    const bool is_open = states[0][0] == static_cast<char>(State::kWritten) && !any_is(State::kFailed);
-    if (all_have_written && !is_open) {
-      ending.is_settled = true;
-      if (save != nullptr) {
-        save->conclude(states);
-      }
+    const bool waits_for_parts =
+        states[0][0] == static_cast<char>(State::kWritten) && !any_is(State::kWriting) && !any_is(State::kFailed);
+    if (!any_is(State::kWriting) && !any_is(State::kFinishing) && !waits_for_parts) {
+      conclude(states);
       return;
     }
-    if (all_have_written && ++words == kMostWords && save != nullptr) {
-      save->cancel();
+    if (waits_for_parts && ++words == kMostWords) {
+      cancel();
     }
   }
 }
@@ -218,10 +233,6 @@ void BackgroundSave::settle(Group& group, Ending& ending, BackgroundSave* save) 
 std::string BackgroundSave::wait_a_while() const {
   std::unique_lock lock(mutex_);
   changed_.wait_for(lock, kBetweenWords, [&] { return has_ended_; });
-  return word();
-}
-
-std::string BackgroundSave::word() const {
   return static_cast<char>(state_) + text_;
 }
 
@@ -232,40 +243,86 @@ void BackgroundSave::cancel() {
 }
 
 void BackgroundSave::conclude(const std::vector<std::string>& states) {
-  if (states[0][0] == static_cast<char>(State::kFinished)) {
-    path_ = states[0].substr(1);
-    return;
-  }
-  error_ = "[save] not all ranks have written their part: what went wrong there is in their log";
+  const bool is_there = states[0][0] == static_cast<char>(State::kFinished);
+  std::string error =
+      "[save] the first rank has not seen what the others have written: give a folder that all ranks see";
   for (size_t rank = 0; rank < states.size(); ++rank) {
     if (states[rank][0] == static_cast<char>(State::kFailed)) {
-      error_ = "[save] rank " + std::to_string(rank) + ": " + states[rank].substr(1);
+      error = "[save] rank " + std::to_string(rank) + ": " + states[rank].substr(1);
       break;
     }
   }
-  if (rank_ == 0) {
+  if (!is_there && rank_ == 0) {
     cancel();
     wait_for_end();
     save_.give_up();
   }
+  const std::lock_guard lock(mutex_);
+  is_settled_ = true;
+  (is_there ? path_ : error_) = is_there ? states[0].substr(1) : error;
 }
 
 void BackgroundSave::wait_for_end() {
-  if (!thread_.joinable()) {
-    return;
+  if (getpid() != process_) {
+    return; // a forked child has no such thread
   }
   {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return has_ended_ || state_ != State::kWriting; });
-    const auto patience = std::max<std::chrono::nanoseconds>(kPatience, std::chrono::steady_clock::now() - begun_);
-    changed_.wait_for(lock, patience, [&] { return has_ended_; });
-    if (!has_ended_) {
+    const auto is_at_it = [&] { return state_ == State::kWriting || state_ == State::kFinishing; };
+    changed_.wait(lock, [&] { return has_ended_ || !is_at_it(); });
+    const auto patience = std::max<Clock::duration>(kPatience, written_ - begun_);
+    if (!changed_.wait_until(lock, written_ + patience, [&] { return has_ended_ || is_at_it() || is_cancelled_; })) {
       log::warn("[save_async] not all ranks have written their part of {}: it is given up", save_.folder());
       is_cancelled_ = true;
       changed_.notify_all();
     }
   }
-  thread_.join();
+  const std::lock_guard lock(joining_);
+  if (thread_.joinable()) {
+    thread_.join();
+  }
+}
+
+void BackgroundSave::let_go() {
+  if (getpid() != process_) {
+    return;
+  }
+  wait_for_end();
+  warn_of_error();
+  group_.reset();
+}
+
+void BackgroundSave::warn_of_error() {
+  const std::lock_guard lock(mutex_);
+  if (is_told_) {
+    return;
+  }
+  if (!error_.empty()) {
+    log::warn("{} (of {}, for which nobody has waited)", error_, save_.folder());
+  } else if (state_ == State::kFailed || state_ == State::kGivenUp) {
+    log::warn(
+        "[save_async] {} could not be written, and nobody has waited for it: {}",
+        save_.folder(),
+        state_ == State::kFailed ? text_ : "other ranks have not written their part");
+  }
+}
+
+void BackgroundSave::wait_for_all() {
+  for (const auto& save : last_saves().all()) {
+    save->wait_for_end();
+  }
+}
+
+void BackgroundSave::expect_settled(const std::string& run, const char* operation) {
+  for (const auto& save : last_saves().all()) {
+    const std::lock_guard lock(save->mutex_);
+    const bool may_write = !save->has_ended_ && save->rank_of_job_ == log::rank() && save->process_ == getpid();
+    FSDP_CHECK(
+        !may_write || !save->save_.is_into(run),
+        "[{}] {} is being written into by save_async, for another group of ranks or model: wait() for that first",
+        operation,
+        run);
+  }
 }
 
 } // namespace fsdp::disk

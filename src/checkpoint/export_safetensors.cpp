@@ -64,6 +64,7 @@ class Export {
       made.write(file.text.data(), static_cast<int64_t>(file.text.size()));
       const auto& tensors = file.header.tensors;
       made.extend(made.size() + (tensors.empty() ? 0 : tensors.back().end));
+      made.flush(); // before others write into it
     }
     if (files_.size() > 1) {
       write_text(aside(kWeightMapName), weight_map(files_));

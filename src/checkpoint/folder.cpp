@@ -2,17 +2,37 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdio>
 #include <memory>
+#include <sstream>
 
 #include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "base/format.h"
 #include "checkpoint/system_error.h"
 
 namespace fsdp::disk {
+
+std::string absolute_path(const std::string& path) {
+  char here[PATH_MAX] = "";
+  if (!path.starts_with('/')) {
+    check_system(::getcwd(here, sizeof(here)) != nullptr, "find the folder above", path);
+  }
+  std::vector<std::string> names;
+  std::istringstream given(path.starts_with('/') ? path : std::string(here) + "/" + path);
+  for (std::string name; std::getline(given, name, '/');) {
+    if (name == ".." && !names.empty()) {
+      names.pop_back();
+    } else if (!name.empty() && name != "." && name != "..") {
+      names.push_back(name);
+    }
+  }
+  return "/" + join(names, "/");
+}
 
 // std::filesystem's functions that walk through folders crash beside LibTorch 2.11.
 void make_folders(const std::string& path) {

@@ -181,7 +181,10 @@ LoadedState saved_state::load(const std::string& dir, const StateTarget& target,
   const Label label{"load", ""};
   BackgroundSave::settle(group);
   std::string folder;
-  all_agree(*group, label, [&] { folder = group->rank() == 0 ? find_checkpoint(dir) : ""; });
+  all_agree(*group, label, [&] {
+    BackgroundSave::expect_settled(dir, label.operation);
+    folder = group->rank() == 0 ? find_checkpoint(dir) : "";
+  });
   folder = group->exchange(folder, label)[0];
   Staged staged;
   all_agree(*group, label, [&] { staged = stage(folder, target, options, group->rank()); });

@@ -1,6 +1,6 @@
 #pragma once
 
-#include <fsdp/error.h>
+#include <exception>
 
 #include "base/log.h"
 
@@ -11,7 +11,7 @@ template <typename Body>
 void quietly(const Body& body) {
   try {
     body();
-  } catch (const Error& error) {
+  } catch (const std::exception& error) {
     log::warn("{}", error.what());
   }
 }

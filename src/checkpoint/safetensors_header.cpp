@@ -13,7 +13,7 @@ namespace fsdp::disk {
 
 namespace {
 
-constexpr size_t kAlignment = 8; // of the first tensor
+constexpr size_t kAlignment = 4096; // of the first tensor: other hosts may write it, and hosts write whole pages
 
 void check_names_differ(const SafetensorsHeader& header, const std::string& path) {
   std::unordered_set<std::string_view> names;

@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
 #include "checkpoint/background_save.h"
+#include "checkpoint/folder.h"
 #include "checkpoint/random_state.h"
 #include "checkpoint/run_folder.h"
 #include "checkpoint/save_of_rank.h"
@@ -63,6 +64,7 @@ class Save {
     BackgroundSave::settle(group_);
     together([&] {
       check(dir_, step_, options_);
+      BackgroundSave::expect_settled(dir_, label_.operation);
       of_rank = state();
       mine_.make_folder();
     });
@@ -75,7 +77,7 @@ class Save {
 
   std::shared_ptr<Group> group_;
   const Label& label_;
-  const std::string& dir_;
+  std::string dir_;
   int64_t step_;
   const SaveOptions& options_;
   SaveOfRank mine_;
@@ -100,7 +102,8 @@ std::string saved_state::save(
 
 PendingSave saved_state::save_async(
     const std::string& dir, int64_t step, const std::function<StateOfRank()>& state, const SaveOptions& options) {
-  return Save(dir, step, options, kSaveAsync).run_in_background(state);
+  // The program may change its directory meanwhile.
+  return Save(dir.empty() ? dir : absolute_path(dir), step, options, kSaveAsync).run_in_background(state);
 }
 
 std::string save(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
@@ -119,14 +122,26 @@ std::optional<std::string> latest(const std::string& dir) {
 
 PendingSave::PendingSave(std::shared_ptr<BackgroundSave> save) : save_(std::move(save)) {}
 PendingSave::PendingSave(PendingSave&&) noexcept = default;
-PendingSave& PendingSave::operator=(PendingSave&&) noexcept = default;
-PendingSave::~PendingSave() = default;
+
+PendingSave& PendingSave::operator=(PendingSave&& other) noexcept {
+  std::swap(save_, other.save_);
+  PendingSave(std::move(other)); // lets go of what was here
+  return *this;
+}
+
+PendingSave::~PendingSave() {
+  if (save_ != nullptr) {
+    save_->let_go();
+  }
+}
 
 bool PendingSave::done() const {
+  FSDP_CHECK(save_ != nullptr, "[save_async] this PendingSave was moved from: ask the one that it became");
   return save_->has_ended();
 }
 
 std::string PendingSave::wait() {
+  FSDP_CHECK(save_ != nullptr, "[save_async] this PendingSave was moved from: ask the one that it became");
   return save_->result();
 }
 

@@ -41,7 +41,8 @@ void check_readable(const std::string& text, const std::string& path) {
 } // namespace
 
 SaveOfRank::SaveOfRank(const std::string& dir, int64_t step, const SaveOptions& options, int rank, int ranks)
-    : run_(dir),
+    : dir_(dir),
+      run_(dir),
       step_(step),
       folder_(run_.unfinished(step)),
       keep_last_(options.keep_last),
@@ -51,8 +52,9 @@ SaveOfRank::SaveOfRank(const std::string& dir, int64_t step, const SaveOptions& 
       rank_(rank),
       ranks_(ranks) {}
 
-void SaveOfRank::make_folder() const {
+void SaveOfRank::make_folder() {
   if (rank_ == 0) {
+    has_made_folder_ = true;
     run_.begin(step_);
   }
 }
@@ -64,13 +66,26 @@ void SaveOfRank::begin(const StateOfRank& state) {
   writer_.emplace(contents.pieces(), PieceFile{folder_, file_name(rank_, "safetensors"), block_bytes_});
 }
 
+// What cannot be written goes on taking room as long as its file is open.
+template <typename Body>
+void SaveOfRank::with_writer(const Body& body) {
+  try {
+    body();
+  } catch (...) {
+    writer_.reset();
+    throw;
+  }
+}
+
 void SaveOfRank::stage() {
-  writer_->stage(max_staged_bytes_, keep_staging_memory_);
+  with_writer([&] { writer_->stage(max_staged_bytes_, keep_staging_memory_); });
 }
 
 void SaveOfRank::write(bool with_bar) {
-  Progress progress("saving step " + std::to_string(step_), writer_->bytes(), with_bar && rank_ == 0);
-  numbers_.tensors = writer_->finish(progress);
+  with_writer([&] {
+    Progress progress("saving step " + std::to_string(step_), writer_->bytes(), with_bar && rank_ == 0);
+    numbers_.tensors = writer_->finish(progress);
+  });
   writer_.reset();
   const std::string path = part_path(folder_, rank_), unfinished = path + ".tmp";
   write_text(unfinished, to_text(numbers_));
@@ -101,6 +116,10 @@ void SaveOfRank::write_index() const {
   }
 }
 
+bool SaveOfRank::is_into(const std::string& run) const {
+  return absolute_path(run) == absolute_path(dir_);
+}
+
 void SaveOfRank::note_failure() const {
   quietly([&] { write_text(folder_ + "/" + file_name(rank_, "failed"), ""); });
 }
@@ -113,7 +132,9 @@ SaveOfRank::Part SaveOfRank::part_of(int rank) const {
 }
 
 void SaveOfRank::give_up() const {
-  quietly([&] { remove_folder_tree(folder_); });
+  if (has_made_folder_) { // or it is another's
+    quietly([&] { remove_folder_tree(folder_); });
+  }
 }
 
 } // namespace fsdp::disk

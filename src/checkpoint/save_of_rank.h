@@ -17,7 +17,7 @@ class SaveOfRank {
   SaveOfRank(const std::string& dir, int64_t step, const SaveOptions& options, int rank, int ranks);
 
   /// The first rank makes the folder into which all write.
-  void make_folder() const;
+  void make_folder();
   /// Once there is the folder.
   void begin(const StateOfRank& state);
   /// What `begin` was given may change from now on.
@@ -31,16 +31,21 @@ class SaveOfRank {
   void note_failure() const;
   enum class Part { kUnwritten, kWritten, kFailed };
   Part part_of(int rank) const;
-  /// Removes what there is of it. No rank may be writing.
+  /// The first rank removes what there is of it, if it has made it. No rank may be writing.
   void give_up() const;
 
   const std::string& folder() const {
     return folder_;
   }
+  /// Whether this is the run's folder.
+  bool is_into(const std::string& run) const;
 
  private:
+  template <typename Body>
+  void with_writer(const Body& body);
   void write_index() const;
 
+  std::string dir_;
   RunFolder run_;
   int64_t step_;
   std::string folder_; // until it is a checkpoint
@@ -49,6 +54,7 @@ class SaveOfRank {
   int rank_, ranks_;
   CheckpointIndex numbers_{}; // without tensors
   std::optional<PieceWriter> writer_{};
+  bool has_made_folder_ = false;
 };
 
 } // namespace fsdp::disk

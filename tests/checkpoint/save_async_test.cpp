@@ -1,11 +1,15 @@
 // Checkpoints that are written while training goes on.
 
 #include <chrono>
+#include <climits>
 #include <csignal>
+#include <cstdlib>
+#include <filesystem>
 #include <optional>
 #include <thread>
 
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <fsdp/save_async.h>
 
@@ -267,21 +271,139 @@ TEST_F(AsyncSave, LeavesTheOneBeforeWhereverTheProcessIsKilled) {
   EXPECT_GT(point, 20);
 }
 
-TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
-  torch::nn::Linear model(2, 2);
-  const HeldFlush held("rank-00000.safetensors");
-  std::optional<PendingSave> save(save_async(folder(), {.model = model}));
+/// What becomes of a child that does this.
+int status_of_child(const std::function<void()>& body) {
   const pid_t child = fork();
   if (child == 0) {
-    save.reset();
+    alarm(20);
+    body();
     _exit(0);
   }
   int status = 0;
   waitpid(child, &status, 0);
-  EXPECT_TRUE(WIFEXITED(status));
-  EXPECT_FALSE(save->done());
+  return status;
+}
+
+TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
+  const HeldFlush held("rank-00001.safetensors");
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    std::optional<PendingSave> save(save_async(folder(), run.to_save(2)));
+    barrier();
+    std::this_thread::sleep_for(50ms); // the first rank waits for the other
+    if (rank() == 0) {
+      EXPECT_EQ(status_of_child([&] { save.reset(); }), 0);
+      EXPECT_FALSE(save->done());
+      HeldFlush::release();
+    }
+    EXPECT_EQ(save->wait(), folder() + "/step-00000002");
+  });
+}
+
+TEST_F(AsyncSave, IsWrittenBeforeTheProcessExits) {
+  torch::nn::Linear model(2, 2);
+  const int status = status_of_child([&] {
+    hold_flush("rank-00000.safetensors");
+    new PendingSave(save_async(folder(), {.model = model, .step = 3})); // NOLINT: nobody lets go of it
+    std::thread([] {
+      std::this_thread::sleep_for(100ms);
+      HeldFlush::release();
+    }).detach();
+    std::exit(0);
+  });
+  EXPECT_EQ(status, 0);
+  EXPECT_EQ(latest(folder()), folder() + "/step-00000003");
+}
+
+// Or a full disk would stay full.
+TEST_F(AsyncSave, ThatFailsHasNoFileOpen) {
+  torch::nn::Linear model(2, 2);
+  fail_to_flush("rank-00000.safetensors");
+  auto save = save_async(folder(), {.model = model});
+  EXPECT_TRUE(contains(error_message([&] { save.wait(); }), "No space left on device"));
+  fail_to_flush("");
+  for (const auto& name : disk::names_in("/proc/self/fd")) {
+    char path[PATH_MAX] = "";
+    if (readlink(("/proc/self/fd/" + name).c_str(), path, sizeof(path) - 1) > 0) {
+      EXPECT_FALSE(contains(path, folder())) << path;
+    }
+  }
+}
+
+// Which do not know that they are the same ranks.
+TEST_F(AsyncSave, OfAnotherGroupIntoTheSameFolderIsRefused) {
+  torch::nn::Linear model(2, 2);
+  const auto one = group_of_one(), another = group_of_one();
+  const HeldFlush held("rank-00000.safetensors");
+  auto pending = save_async(folder(), {.model = model, .step = 1}, {.group = one});
+  for (const std::function<void()>& next : std::vector<std::function<void()>>{
+           [&] { save(folder() + "/.", {.model = model, .step = 1}, {.group = another}); },
+           [&] { save_async(folder(), {.model = model, .step = 2}, {.group = another}); },
+           [&] { load(folder(), {.model = model}, {.group = another}); }}) {
+    const auto message = error_message(next);
+    EXPECT_TRUE(contains(message, "is being written into by save_async, for another group")) << message;
+  }
   HeldFlush::release();
-  EXPECT_EQ(save->wait(), folder() + "/step-00000000");
+  EXPECT_EQ(pending.wait(), folder() + "/step-00000001");
+  EXPECT_EQ(save(folder(), {.model = model, .step = 2}, {.group = another}), folder() + "/step-00000002");
+}
+
+TEST_F(AsyncSave, IsWrittenWhereItsFolderWasAtTheCall) {
+  torch::nn::Linear model(2, 2);
+  disk::make_folders(folder() + "/other");
+  const auto before = std::filesystem::current_path();
+  std::filesystem::current_path(folder());
+  auto save = save_async("a", {.model = model});
+  std::filesystem::current_path(folder() + "/other");
+  EXPECT_EQ(save.wait(), folder() + "/a/step-00000000");
+  EXPECT_EQ(latest(folder() + "/a"), folder() + "/a/step-00000000");
+  std::filesystem::current_path(before);
+}
+
+// What the failed one says of itself comes into its own folder.
+TEST_F(AsyncSave, ThatFailsSlowlyLeavesTheSameStepToTheNext) {
+  on_threads(2, [&] {
+    TrainingRun run = make_run(Form::kRows, 0.0);
+    fail_to_flush("rank-00001.safetensors");
+    hold_flush("rank-00001.failed");
+    barrier();
+    auto failed = save_async(folder(), run.to_save(2));
+    std::thread later([] {
+      std::this_thread::sleep_for(1500ms);
+      HeldFlush::release();
+    });
+    EXPECT_TRUE(contains(error_message([&] { failed.wait(); }), "[save] rank 1: "));
+    barrier();
+    fail_to_flush("");
+    EXPECT_EQ(save_async(folder(), run.to_save(2)).wait(), folder() + "/step-00000002");
+    later.join();
+  });
+}
+
+TEST_F(AsyncSave, IsWaitedForAlsoWhereAnotherThreadLetsGoOfIt) {
+  torch::nn::Linear model(2, 2);
+  const HeldFlush held("rank-00000.safetensors");
+  std::optional<PendingSave> pending(save_async(folder(), {.model = model, .step = 1}));
+  std::thread other([&] { pending.reset(); });
+  std::thread later([] {
+    std::this_thread::sleep_for(100ms);
+    HeldFlush::release();
+  });
+  std::this_thread::sleep_for(20ms);
+  save(folder(), {.model = model, .step = 2});
+  EXPECT_EQ(disk::names_in(folder()), (Names{"step-00000001", "step-00000002"}));
+  other.join();
+  later.join();
+}
+
+TEST_F(AsyncSave, CanBeMoved) {
+  torch::nn::Linear model(2, 2);
+  auto first = save_async(folder(), {.model = model, .step = 1});
+  auto second = std::move(first);
+  EXPECT_TRUE(contains(error_message([&] { first.wait(); }), "was moved from")); // NOLINT: asked on purpose
+  second = save_async(folder(), {.model = model, .step = 2});
+  EXPECT_EQ(latest(folder()).has_value(), true);
+  EXPECT_EQ(second.wait(), folder() + "/step-00000002");
 }
 
 } // namespace
