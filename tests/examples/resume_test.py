@@ -5,6 +5,7 @@ import os
 import pathlib
 import random
 import re
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -246,6 +247,22 @@ class Folders(unittest.TestCase):
 
     def test_a_steps_sequences_are_divided_evenly(self):
         self.assert_refused("divides the run's 4 sequences per micro-batch, got 3", "--resume", ranks=3)
+
+
+class Forms(unittest.TestCase):
+    def test_a_run_goes_on_however_it_is_sharded(self):
+        options = ["--steps", 6, "--batch", 2]
+        first = Run(self, *options)
+        first.finish(*first.saving(3))
+        for form, ranks, delta in [
+            (["--api", "fsdp1"], 2, 0), (["--offload"], 2, 0), (["--single", "--ranks", 2], 1, 0),
+            (["--mesh", "2x2"], 4, 1e-5),
+        ]:
+            run = Run(self, *options, *form, ranks=ranks)
+            shutil.copytree(first.checkpoints / "step-00000003", run.checkpoints / "step-00000003")
+            self.assertIn("Going on after step 3", run.finish("--save", run.checkpoints, "--resume"))
+            for our, their in zip(run.losses(), first.losses(), strict=True):
+                self.assertAlmostEqual(our, their, delta=delta, msg=form)
 
 
 class Options(unittest.TestCase):
