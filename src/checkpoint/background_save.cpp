@@ -9,6 +9,7 @@
 
 #include <fsdp/error.h>
 
+#include "base/caller.h"
 #include "base/check.h"
 #include "base/log.h"
 
@@ -68,6 +69,14 @@ class LastSaves {
 LastSaves& last_saves() {
   static auto* saves = new LastSaves; // as long as any thread
   return *saves;
+}
+
+void throw_if_interrupted(Group& group) {
+  if (const auto interruption = callers_interruption()) {
+    group.abort(
+        "[save_async] rank " + std::to_string(group.rank()) + " was interrupted while it waited for a checkpoint");
+    std::rethrow_exception(interruption);
+  }
 }
 
 /// Signals are for the program's own threads.
@@ -213,6 +222,7 @@ void BackgroundSave::settle(Group& group) {
     }
   }
   for (int words = 0;;) {
+    throw_if_interrupted(group);
     const auto states = group.exchange(wait_a_while(), kLabel);
     const auto any_is = [&](State state) {
       return std::any_of(

@@ -13,6 +13,7 @@
 
 #include <fsdp/save_async.h>
 
+#include "base/caller.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/runs.h"
 #include "checkpoint/system_calls.h"
@@ -394,6 +395,19 @@ TEST_F(AsyncSave, IsWaitedForAlsoWhereAnotherThreadLetsGoOfIt) {
   EXPECT_EQ(disk::names_in(folder()), (Names{"step-00000001", "step-00000002"}));
   other.join();
   later.join();
+}
+
+struct Interruption {};
+
+TEST_F(AsyncSave, MayBeInterruptedWhileItIsWaitedFor) {
+  torch::nn::Linear model(2, 2);
+  const HeldFlush held("rank-00000.safetensors");
+  auto save = save_async(folder(), {.model = model, .step = 1});
+  set_caller({.interruption = [] { return std::make_exception_ptr(Interruption()); }});
+  EXPECT_THROW(save.wait(), Interruption);
+  set_caller({});
+  HeldFlush::release();
+  EXPECT_EQ(save.wait(), folder() + "/step-00000001");
 }
 
 TEST_F(AsyncSave, CanBeMoved) {
