@@ -198,6 +198,13 @@ std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
 MakeProcessGroup C10dGroup::splitting(
     const std::vector<int>& members, const std::string& part, const Label& label) const {
   const auto& parent = channel_->process_group();
+  FSDP_CHECK(
+      name() != "gloo",
+      "[{}] expected a libfsdp that can split a Gloo group, but this one was built without Gloo's headers, and "
+      "LibTorch's "
+      "own way may hang; install libgloo-dev and rebuild, or make one process group per mesh dimension and use "
+      "Mesh::from_groups",
+      label.operation);
   // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
   FSDP_CHECK(
       parent->getStore() &&
