@@ -524,10 +524,11 @@ def once(values):
     return {name: value for name, value in values.items() if not name.endswith("block.2.bias")}
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="the package transformers is not installed")
+@pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="the package safetensors is not installed")
 @on_ranks(2, comm=("shm",))
 def test_matrices_may_lie_transposed_in_files(folder=None):
-    safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
+    import safetensors.torch as safetensors
+
     models = [fully_shard(seeded(lambda: nn.Linear(4, 6), seed)) for seed in (1, 2)]
     libfsdp.export_safetensors(folder, models[0], transposed="weight".__eq__)
     libfsdp.import_safetensors(folder, models[1], transposed="weight".__eq__)
@@ -538,6 +539,7 @@ def test_matrices_may_lie_transposed_in_files(folder=None):
         assert torch.equal(wanted[1][name], value)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="the package transformers is not installed")
 @on_ranks(2, comm=("shm",))
 def test_weights_of_transformers(folder=None):
     import transformers

@@ -15,13 +15,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import state_dict as helpers
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import StateDictType
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import libfsdp
-from fsdp1_subjects import quietly
+from fsdp1_subjects import FSDP, quietly, wrapped
 from harness import on_ranks, run
-from libfsdp import fully_shard
+from libfsdp import FullyShardedDataParallel, fully_shard
 from subjects import loss_of, mine, rows, seeded, whole
 
 Options = helpers.StateDictOptions
@@ -207,6 +209,37 @@ def test_async_save_and_files_of_hugging_face(folder=None):
     dcp.load(state, storage_reader=HuggingFaceStorageReader(f"{folder}/hf"))
     for name, value in saved.items():
         assert torch.equal(whole(state[name]), whole(value)), name
+
+
+def untied():
+    """safetensors refuses what is tied."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Sequential(nn.Linear(7, 9)), nn.Linear(9, 3))
+
+
+def state_of_wrapper(model, kind=StateDictType.SHARDED_STATE_DICT):
+    with quietly(FullyShardedDataParallel.state_dict_type, model, kind):
+        return quietly(model.state_dict)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("safetensors"), reason="the package safetensors is not installed")
+@on_ranks(2, comm=("shm",))
+def test_wrappers_too_save_in_the_background_and_in_files_of_hugging_face(folder=None):
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+    where = dict(device_mesh=init_device_mesh("cpu", (2,)))  # without it there are ShardedTensors, which PyTorch does not stage
+    saved, *others = (wrapped(seeded(untied, seed), FSDP, **where) for seed in (1, 2, 3))
+    state = state_of_wrapper(saved)
+    dcp.async_save(state, checkpoint_id=f"{folder}/async", process_group=dist.new_group()).result()
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(f"{folder}/hf", save_distributed=True))
+    readers = dcp.FileSystemReader(f"{folder}/async"), HuggingFaceStorageReader(f"{folder}/hf")
+    for model, reader in zip(others, readers, strict=True):
+        state = state_of_wrapper(model)
+        dcp.load(state, storage_reader=reader)
+        with quietly(FullyShardedDataParallel.state_dict_type, model, StateDictType.SHARDED_STATE_DICT):
+            quietly(model.load_state_dict, state)
+        values, wanted = (state_of_wrapper(each, StateDictType.FULL_STATE_DICT) for each in (model, saved))
+        for name, value in wanted.items():
+            assert torch.equal(values[name], value), f"{type(reader).__name__} {name}"
 
 
 class OnAnyRanks(Trained):
