@@ -161,8 +161,7 @@ void export_model(
     const py::object& name,
     const py::object& transposed,
     const std::shared_ptr<Group>& group) {
-  const ExportSafetensorsOptions options{
-      max_shard_bytes, name_in_files(name), transposed_in_files(transposed), group};
+  const ExportSafetensorsOptions options{max_shard_bytes, name_in_files(name), transposed_in_files(transposed), group};
   const auto model = model_of(target);
   const py::gil_scoped_release no_gil;
   saved_state::export_safetensors(dir, model, options);
