@@ -118,7 +118,7 @@ class Killed(unittest.TestCase):
             for step, (our, their) in enumerate(zip(ours, theirs), start=1):
                 self.assertAlmostEqual(our, their, delta=1e-5, msg=f"{when}, step {step}")
 
-        self.kill_again_and_again(KILLS_ON_OTHERS, ["--batch", 6], [1, 2, 3, 4], compare)
+        self.kill_again_and_again(KILLS_ON_OTHERS, ["--batch", 6, "--lr", 2e-3], [1, 2, 3, 4], compare)
 
     def kill_one_while_saving(self, run):
         """Whether it was while saving: what was begun is still there."""

@@ -20,11 +20,10 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(ranks, *command):
-    result = subprocess.run(
-        [ROOT / "scripts" / "launch", "--ranks", str(ranks), *map(str, command)],
-        capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return result
+    launcher = [ROOT / "scripts" / "launch", "--ranks", str(ranks)] if ranks > 1 else []
+    return subprocess.run(
+        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
 
 
 def train(ranks, folder, *options):
@@ -122,10 +121,7 @@ def assert_refused(expected, *options):
 def test_what_is_no_gpt2_is_refused(tmp_path):
     assert_refused(f"expected a model's configuration in {tmp_path}/config.json, got none", "--init-from", tmp_path)
     config = tiny_gpt2().config
-    for name, value, shown in [
-        ("activation_function", "relu", '"relu"'), ("n_inner", 50, "50"), ("vocab_size", 255, "255"),
-        ("model_type", "bert", '"bert"'), ("n_layer", 0, "0"), ("tie_word_embeddings", False, "false"),
-    ]:  # fmt: skip
+    for name, value, shown in [("model_type", "bert", '"bert"'), ("n_layer", 0, "0"), ("n_inner", 50, "50")]:
         (tmp_path / "config.json").write_text(json.dumps({**config.to_dict(), name: value}))
         assert_refused(f"as this program has it, got {name}: {shown}", "--init-from", tmp_path)
 
