@@ -14,29 +14,33 @@ namespace {
 
 using c10::IValue;
 
-std::vector<IValue> to_each(const py::handle& objects, const std::string& name) {
+constexpr int kDeepest = 33; // as C++ writes them
+
+IValue to_value(const py::handle& object, const std::string& name, int depth);
+
+std::vector<IValue> to_each(const py::handle& objects, const std::string& name, int depth) {
   std::vector<IValue> values;
   for (const auto& object : objects) {
-    values.push_back(to_value(object, name));
+    values.push_back(to_value(object, name, depth));
   }
   return values;
 }
 
-IValue to_list(const py::handle& objects, const std::string& name) {
+IValue to_list(const py::handle& objects, const std::string& name, int depth) {
   c10::impl::GenericList list(c10::AnyType::get());
-  for (auto& value : to_each(objects, name)) {
+  for (auto& value : to_each(objects, name, depth)) {
     list.push_back(std::move(value));
   }
   return list;
 }
 
-IValue to_dict(const py::dict& objects, const std::string& name) {
+IValue to_dict(const py::dict& objects, const std::string& name, int depth) {
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
   for (const auto& [key, object] : objects) {
     if (!py::isinstance<py::str>(key) && !PyLong_CheckExact(key.ptr())) {
       throw Error("[save] '" + name + "' has a dictionary with a key that is neither a text nor a whole number");
     }
-    dict.insert(to_value(key, name), to_value(object, name));
+    dict.insert(to_value(key, name, depth), to_value(object, name, depth));
   }
   return dict;
 }
@@ -59,9 +63,20 @@ py::tuple to_tuple(const Items& items) {
   return tuple;
 }
 
-} // namespace
+std::string to_text(const py::handle& object, const std::string& name) {
+  Py_ssize_t length = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(object.ptr(), &length);
+  if (text == nullptr) {
+    PyErr_Clear();
+    throw Error("[save] '" + name + "' is, or has in it, a text that is no Unicode");
+  }
+  return {text, static_cast<size_t>(length)};
+}
 
-IValue to_value(const py::handle& object, const std::string& name) {
+IValue to_value(const py::handle& object, const std::string& name, int depth) {
+  if (depth == kDeepest) {
+    throw Error("[save] '" + name + "' contains itself, or has more than 32 levels: give it flatter, or as a text");
+  }
   if (object.is_none()) {
     return {};
   }
@@ -75,23 +90,30 @@ IValue to_value(const py::handle& object, const std::string& name) {
     return object.cast<double>();
   }
   if (py::isinstance<py::str>(object)) {
-    return object.cast<std::string>();
+    return to_text(object, name);
   }
   if (THPVariable_Check(object.ptr())) {
     return object.cast<at::Tensor>();
   }
   if (py::isinstance<py::tuple>(object)) {
-    return c10::ivalue::Tuple::create(to_each(object, name));
+    return c10::ivalue::Tuple::create(to_each(object, name, depth + 1));
   }
   if (py::isinstance<py::list>(object)) {
-    return to_list(object, name);
+    return to_list(object, name, depth + 1);
   }
   if (py::isinstance<py::dict>(object)) {
-    return to_dict(py::reinterpret_borrow<py::dict>(object), name);
+    return to_dict(py::reinterpret_borrow<py::dict>(object), name, depth + 1);
   }
   throw Error(
       "[save] '" + name + "' is, or has in it, " + py::repr(py::type::handle_of(object)).cast<std::string>() +
-      ": expected numbers, texts, tensors, None, and lists, tuples and dictionaries of these");
+      ": expected a number, a text, a tensor, None, or a list, tuple or dictionary of numbers and texts; give the "
+      "state_dict() of an object that has one, and of numpy's values .item() or torch.from_numpy");
+}
+
+} // namespace
+
+IValue to_value(const py::handle& object, const std::string& name) {
+  return to_value(object, name, 0);
 }
 
 py::object to_python(const IValue& value) {

@@ -53,6 +53,7 @@ def save(
     are there stay. ``keep_last``: how many of them, 0 for all. An error on one rank is a ``libfsdp.Error`` on all.
     Collective, on the ranks of ``process_group``, or all.
     """
+    _check_arguments(model, optimizer, extra, step, keep_last)
     device = _device_of(model)
     state = _state_of(model, optimizer, extra, device, process_group)
     with Callbacks() as called:
@@ -92,6 +93,7 @@ def save_async(
     appears when all ranks have written theirs, whether or not anybody waits; another save or load of the same ranks waits for
     it first. Of the part, no more than ``max_staged_bytes`` are copied; tensors beyond that are written before this returns.
     The memory of the copies stays for the next ones, unless ``keep_staging_memory`` is false. Collective."""
+    _check_arguments(model, optimizer, extra, step, keep_last)
     device = _device_of(model)
     group = _group(process_group, device)
     staging = max_staged_bytes, keep_staging_memory
@@ -117,6 +119,7 @@ def load(
     """From a checkpoint, or the latest in a run's folder, into a model and an optimizer however they are sharded, or not at
     all, on any number of ranks. Each rank reads what it needs. Nothing changes if there is an error, which is a
     ``libfsdp.Error`` on all ranks. ``random_numbers``: the generators of torch go on where they were. Collective."""
+    _check_arguments(model, optimizer)
     device = _device_of(model)
     group = _group(process_group, device)
     with Callbacks() as called:
@@ -197,6 +200,23 @@ class _Target:
             _C.copy_elements(held, self._named[name].held)
         if self._state is not None:
             self._optimizer.load_state_dict(self._state)
+
+
+def _check_arguments(
+    model: nn.Module, optimizer: Any, extra: Any = None, step: Any = 0, keep_last: Any = 0
+) -> None:
+    expected = (
+        ("model", model, nn.Module),
+        ("optimizer", optimizer, (torch.optim.Optimizer, type(None))),
+        ("extra", extra, (dict, type(None))),
+    )
+    for name, value, kinds in expected:
+        if not isinstance(value, kinds):
+            kind = "a module" if name == "model" else "a dictionary" if name == "extra" else "an optimizer"
+            raise TypeError(f"{name} has to be {kind}, and is {type(value)}")
+    for name, value in (("step", step), ("keep_last", keep_last)):
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name} has to be a whole number, and is {value!r}")
 
 
 def _state_of(

@@ -75,6 +75,10 @@ bool is_file_of_export(std::string_view name) {
 }
 
 std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportSafetensorsOptions& options) {
+  FSDP_CHECK(
+      options.max_shard_bytes > 0,
+      "[export_safetensors] expected max_shard_bytes of 1 or more, got {}",
+      options.max_shard_bytes);
   std::vector<ExportFile> files(1);
   ByName by_name;
   std::unordered_set<const c10::TensorImpl*> known;

@@ -12,6 +12,7 @@
 #include "checkpoint/json_fields.h"
 #include "checkpoint/piece_reader.h"
 #include "checkpoint/plain_name.h"
+#include "checkpoint/run_folder.h"
 #include "checkpoint/safetensors_file.h"
 #include "checkpoint/transposed.h"
 #include "layout/param_layout.h"
@@ -55,6 +56,10 @@ Files find_files(const std::string& path) {
   if (!is_folder(path)) {
     return one_file(path);
   }
+  FSDP_CHECK(
+      !is_file(path + "/" + kIndexName) && !RunFolder(path).latest(),
+      "[import_safetensors] {} is what save has written, or has it: use load, or name a folder of export_safetensors",
+      path);
   return exists(path + "/model.safetensors") ? one_file(path + "/model.safetensors") : files_in(path);
 }
 
@@ -149,12 +154,13 @@ class Import {
 } // namespace
 
 IncompatibleKeys saved_state::import_safetensors(
-    const std::string& path,
+    const std::string& given,
     const std::function<ShardedStateDict()>& model,
     const std::function<void(const ShardedStateDict& read)>& take_over,
     const ImportSafetensorsOptions& options) {
   const auto group = group_or_world(options.group);
   const Label label{"import_safetensors", ""};
+  const std::string path = group->exchange(given, label)[0];
   ShardedStateDict there;
   IncompatibleKeys keys;
   all_agree(*group, label, [&] {

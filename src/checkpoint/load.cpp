@@ -169,7 +169,9 @@ Staged stage(const std::string& folder, const StateTarget& target, const LoadOpt
   } catch (const CommError&) {
     throw;
   } catch (const Error& error) {
-    throw Error(folder + ": " + error.what());
+    throw Error(
+        folder + ": " + error.what() +
+        (target.with_optimizer ? ". Where it is to be another one, load the model without the optimizer" : ""));
   }
   return staged;
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/check.h"
 #include "checkpoint/crc32c.h"
 #include "checkpoint/stored_elements.h"
 #include "engine/internal_scope.h"
@@ -58,6 +59,12 @@ PieceWriter::PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFil
 
 void PieceWriter::add(const PieceToWrite& piece, std::map<std::string, HeldTensor>& contents) {
   const HeldTensor& held = piece.held;
+  FSDP_CHECK(
+      held.local.layout() == c10::kStrided && !held.local.is_meta(),
+      "[save] '{}' is {}: expected a dense tensor with values{}",
+      piece.name,
+      held.local.is_meta() ? "on the meta device" : "sparse",
+      held.local.is_meta() ? "; materialize the model (to_empty) and load or initialize it first" : "");
   index_[piece.name] = {held.dtype(), held.sizes, held.strides};
   const auto [first, is_first] = first_names_.emplace(held.local.unsafeGetTensorImpl(), piece.name);
   if (piece.written_here && held.extent.numel() > 0) {

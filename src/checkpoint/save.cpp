@@ -4,6 +4,7 @@
 #include <fsdp/saved_state.h>
 
 #include "base/check.h"
+#include "base/phrase.h"
 #include "checkpoint/all_agree.h"
 #include "checkpoint/background_save.h"
 #include "checkpoint/folder.h"
@@ -19,6 +20,7 @@ using namespace disk; // NOLINT: what it is made of
 
 void check(const std::string& dir, int64_t step, const SaveOptions& options) {
   FSDP_CHECK(!dir.empty(), "[save] expected a folder, got no name: name one");
+  FSDP_CHECK(options.keep_last >= 0, "[save] expected keep_last of 0 or more, got {}", options.keep_last);
   FSDP_CHECK(step >= 0, "[save] expected a step of 0 or more, got {}", step);
   FSDP_CHECK(
       options.block_bytes >= 16 && options.block_bytes % 16 == 0 && options.block_bytes <= int64_t{1} << 30,
@@ -62,12 +64,26 @@ class Save {
  private:
   void begin(const std::function<StateOfRank()>& state, StateOfRank& of_rank) {
     BackgroundSave::settle(group_);
+    expect_same_everywhere();
     together([&] {
       check(dir_, step_, options_);
       BackgroundSave::expect_settled(dir_, label_.operation);
       of_rank = state();
       mine_.make_folder();
     });
+  }
+
+  void expect_same_everywhere() {
+    const auto given = group_->exchange(phrase("step {} and keep_last {}", step_, options_.keep_last), label_);
+    for (size_t rank = 1; rank < given.size(); ++rank) {
+      FSDP_CHECK(
+          given[rank] == given[0],
+          "[{}] expected the same on all ranks, got {} on the first one and {} on rank {}",
+          label_.operation,
+          given[0],
+          given[rank],
+          rank);
+    }
   }
 
   /// What is half written makes room if there is an error.

@@ -19,8 +19,13 @@ const char* advice(int code) {
     case EPERM:
     case EROFS:
       return "give a folder in which this user may write, or files that it may read";
-    case ENOENT:
+    case EEXIST:
     case ENOTDIR:
+    case EISDIR:
+      return "there is a file where a folder is wanted, or a folder in place of a file: give another path";
+    case ENAMETOOLONG:
+      return "give a shorter one";
+    case ENOENT:
       return "give a folder that all ranks see";
     default:
       return "see whether the disk is well";

@@ -68,8 +68,9 @@ json encode(const IValue& value, const std::string& name, int depth) {
   if (value.isString()) {
     return value.toStringRef();
   }
+  FSDP_CHECK(depth < kDeepest, "[save] '{}' has more than {} levels: give it flatter, or as a text", name, kDeepest);
   FSDP_CHECK(
-      depth < kDeepest && (value.isTuple() || value.isList() || value.isGenericDict()),
+      value.isTuple() || value.isList() || value.isGenericDict(),
       "[save] '{}' is, or has in it, {}: expected a number, a text, a tensor, or a list, tuple or dictionary of "
       "numbers and texts",
       name,
