@@ -2,12 +2,15 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FSDP_BIN", ROOT / "build" / "bin"))
 LAUNCH = ROOT / "scripts" / "launch"
+# Of LibTorch, to a rank that others come to late.
+SLOW_START = re.compile(r"\[W[^\]]*socket\.cpp:\d+\].*?(?=^\[[WE]|\Z)", re.S | re.M)
 sys.path.append(str(ROOT / "tests" / "scripts"))
 
 import results  # noqa: E402

@@ -15,8 +15,6 @@ import support
 
 SMALL = ["--width", 32, "--layers", 2, "--heads", 2, "--seq", 32, "--batch", 2, "--sample", 20]
 STEPS = 6
-# Of LibTorch, to a rank that others come to late.
-SLOW_START = re.compile(r"\[W[^\]]*socket\.cpp:\d+\].*?(?=^\[[WE]|\Z)", re.S | re.M)
 
 
 class Run:
@@ -47,7 +45,7 @@ class TrainGpt(unittest.TestCase):
         run = Run(self, *options, ranks=ranks)
         result = run.finish()
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        self.assertEqual(SLOW_START.sub("", result.stderr), "")
+        self.assertEqual(support.SLOW_START.sub("", result.stderr), "")
         return run
 
     def compare_with_single(self, ranks, *sharding, common=(), steps=STEPS):
