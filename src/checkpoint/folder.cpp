@@ -124,7 +124,7 @@ namespace {
 
 bool is_there(const std::string& path, struct stat& status) {
   const bool found = ::lstat(path.c_str(), &status) == 0;
-  check_system(found || errno == ENOENT, "look at", path);
+  check_system(found || errno == ENOENT || errno == ENOTDIR || errno == ENAMETOOLONG, "look at", path);
   return found;
 }
 

@@ -7,6 +7,7 @@ import pathlib
 import resource
 import subprocess
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -342,6 +343,57 @@ def test_extra_values_and_random_numbers(folder=None):
     assert torch.equal(checkpoint.read("model/first.weight"), run.values()["first.weight"])
     assert checkpoint.optimizer["state"]["first.weight"] == {"step": 1}
     assert checkpoint.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+@on_ranks(1, comm=("shm",))
+def test_mistakes_are_named(folder=None):
+    model, itself = nn.Linear(2, 2), []
+    itself.append(itself)
+    libfsdp.export_safetensors(f"{folder}/exported", model)
+    first = libfsdp.save(f"{folder}/saved", model)
+    assert libfsdp.save(f"{folder}/saved", model) == first + ".1"
+    pathlib.Path(folder, "file").touch()
+    mistakes = [
+        (lambda: libfsdp.save(folder, model, extra={"x": itself}), "'x' contains itself, or has more than 32 levels"),
+        (lambda: libfsdp.save(folder, model, extra={"x": np.float32(1)}), r"numpy.float32.*give .* \.item\(\)"),
+        (lambda: libfsdp.save(folder, model, extra={"x": "\ud800"}), "'x' is, or has in it, a text that is no Unicode"),
+        (lambda: libfsdp.save(folder, model, extra={"x": torch.eye(3).to_sparse()}), "'extra/x' is sparse"),
+        (lambda: libfsdp.save(folder, nn.Linear(2, 2, device="meta")), "'model/weight' is on the meta device"),
+        (lambda: libfsdp.save(folder, model, keep_last=-1), "keep_last of 0 or more, got -1"),
+        (lambda: libfsdp.save(f"{folder}/file", model), "there is a file where a folder is wanted"),
+        (lambda: libfsdp.save("x" * 300, model), "give a shorter one"),
+        (lambda: libfsdp.load(f"{folder}/file", model), "file is no folder"),
+        (lambda: libfsdp.load(first, model), "has no checkpoint, and is none .one that is saved again is named step-N.1"),
+        (lambda: libfsdp.load(f"{folder}/exported", model), "is what export_safetensors has written"),
+        (lambda: libfsdp.import_safetensors(f"{folder}/saved", model), "is what save has written, or has it"),
+        (lambda: libfsdp.export_safetensors(folder, model, max_shard_bytes=0), "max_shard_bytes of 1 or more, got 0"),
+    ]
+    for mistake, text in mistakes:
+        with pytest.raises(libfsdp.Error, match=text):
+            mistake()
+    for arguments, text in [
+        ({"step": 1.5}, "step has to be a whole number, and is 1.5"),
+        ({"extra": [1]}, "extra has to be a dictionary"),
+        ({"optimizer": {}}, "optimizer has to be an optimizer"),
+        ({"model": {}}, "model has to be a module"),
+    ]:
+        with pytest.raises(TypeError, match=text):
+            libfsdp.save(folder, **{"model": model, **arguments})
+    assert sorted(os.listdir(folder)) == ["exported", "file", "saved"]
+
+
+@on_ranks(2, comm=("shm",))
+def test_ranks_that_are_told_different_things(folder=None):
+    rank, model = dist.get_rank(), fully_shard(seeded(Odd, 1))
+    for different in ({"step": rank}, {"keep_last": rank}):
+        with pytest.raises(libfsdp.Error, match="expected the same on all ranks, got step 0 and keep_last 0 on the first"):
+            libfsdp.save(folder, model, **different)
+    libfsdp.export_safetensors(f"{folder}/0", model)
+    wanted = whole(model.first.weight)
+    other = fully_shard(seeded(Odd, 2))
+    libfsdp.export_safetensors(f"{folder}/1", other)
+    libfsdp.import_safetensors(f"{folder}/{rank}", other)
+    assert torch.equal(whole(other.first.weight), wanted), "all of it from the first rank's"
 
 
 @on_ranks(2, comm=("shm",))
