@@ -136,7 +136,7 @@ class Launch(unittest.TestCase):
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
 
     def test_sigusr1_is_for_the_ranks(self):
-        process = launch(2, "trap 'echo saved; exit' USR1; sleep 100 & echo ready; wait")
+        process = launch(2, "trap 'echo saved; exit 0' USR1; sleep 100 & echo ready; wait")
         self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
         process.send_signal(signal.SIGUSR1)
         out, err = process.communicate(timeout=30)

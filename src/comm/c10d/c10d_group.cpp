@@ -71,6 +71,17 @@ std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
 }
 
+namespace {
+
+ProcessGroupPtr without_gloo(const StorePtr&, int, int) {
+  FSDP_CHECK(
+      false,
+      "[split] expected a libfsdp that makes Gloo groups, but this one was built without Gloo's headers; install "
+      "libgloo-dev and rebuild, or make one process group per mesh dimension and use Mesh::from_groups");
+}
+
+} // namespace
+
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
   if (process_group->getSize() == 1) {
@@ -80,6 +91,9 @@ std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   C10dOptions options{.timeout = timeout};
   if (adapter::backend_name(*process_group) == "gloo" && process_group->getStore()) {
     options.make_process_group = gloo_process_groups(timeout); // Gloo's own split has been seen to hang
+    if (!options.make_process_group) {
+      options.make_process_group = without_gloo;
+    }
   }
   return c10d_group(std::move(process_group), options);
 }
@@ -198,13 +212,6 @@ std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
 MakeProcessGroup C10dGroup::splitting(
     const std::vector<int>& members, const std::string& part, const Label& label) const {
   const auto& parent = channel_->process_group();
-  FSDP_CHECK(
-      name() != "gloo",
-      "[{}] expected a libfsdp that can split a Gloo group, but this one was built without Gloo's headers, and "
-      "LibTorch's "
-      "own way may hang; install libgloo-dev and rebuild, or make one process group per mesh dimension and use "
-      "Mesh::from_groups",
-      label.operation);
   // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
   FSDP_CHECK(
       parent->getStore() &&
