@@ -141,7 +141,7 @@ PendingSave::PendingSave(PendingSave&&) noexcept = default;
 
 PendingSave& PendingSave::operator=(PendingSave&& other) noexcept {
   std::swap(save_, other.save_);
-  PendingSave(std::move(other)); // lets go of what was here
+  const PendingSave former(std::move(other)); // lets go of what was here
   return *this;
 }
 
