@@ -42,30 +42,7 @@ void write_index(const std::string& checkpoint, const std::string& text) {
 
 // Of one rank, without a job.
 TEST_F(BrokenSaves, LeaveTheOneBeforeWhereverTheProcessIsKilled) {
-  const Values values = trained_values();
-  TrainingRun first = make_run(Form::kUnsharded, values), second = make_run(Form::kUnsharded, 0.0);
-  save(folder(), first.to_save(1));
-  bool ended = false;
-  int64_t point = 0;
-  for (; !ended; ++point) {
-    const pid_t child = fork();
-    if (child == 0) {
-      kill_at_point(point);
-      save(folder(), second.to_save(2));
-      _exit(0);
-    }
-    int status = 0;
-    waitpid(child, &status, 0);
-    ended = WIFEXITED(status);
-    ASSERT_TRUE(ended || WTERMSIG(status) == SIGKILL);
-    TrainingRun loaded = make_run(Form::kUnsharded, 5.0);
-    const int64_t step = load(folder(), loaded.to_load()).step;
-    expect_values(loaded, step == 1 ? values : values_of(second));
-    if (step == 2) {
-      disk::remove_folder_tree(folder() + "/step-00000002");
-    }
-  }
-  EXPECT_GT(point, 20);
+  expect_whole_wherever_it_is_killed(folder(), [&](TrainingRun& second) { save(folder(), second.to_save(2)); });
 }
 
 TEST_F(BrokenSaves, AreErrorsOnAllRanksWhereOneHasAFullDisk) {

@@ -1,9 +1,16 @@
 #pragma once
 
+#include <csignal>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <vector>
 
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "checkpoint/folder.h"
+#include "checkpoint/system_calls.h"
 #include "state/forms.h"
 
 /// Models that are trained, saved and loaded.
@@ -79,6 +86,36 @@ inline TrainingRun make_run(Form form, const Values& values) {
   load_state_dict(run.net, values.model);
   load_optim_state_dict(run.net, *run.optimizer, values.optimizer);
   return run;
+}
+
+/// Whatever the point at which a process is killed that saves a second checkpoint, the first or the second is there,
+/// whole. Of one rank, without a job.
+inline void expect_whole_wherever_it_is_killed(
+    const std::string& folder, const std::function<void(TrainingRun& second)>& save_second) {
+  const Values values = trained_values();
+  TrainingRun first = make_run(Form::kUnsharded, values), second = make_run(Form::kUnsharded, 0.0);
+  save(folder, first.to_save(1));
+  bool ended = false;
+  int64_t point = 0;
+  for (; !ended; ++point) {
+    const pid_t child = fork();
+    if (child == 0) {
+      kill_at_point(point);
+      save_second(second);
+      _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    ended = WIFEXITED(status);
+    ASSERT_TRUE(ended || WTERMSIG(status) == SIGKILL);
+    TrainingRun loaded = make_run(Form::kUnsharded, 5.0);
+    const int64_t step = load(folder, loaded.to_load()).step;
+    expect_values(loaded, step == 1 ? values : values_of(second));
+    if (step == 2) {
+      disk::remove_folder_tree(folder + "/step-00000002");
+    }
+  }
+  EXPECT_GT(point, 20);
 }
 
 } // namespace fsdp::testing
