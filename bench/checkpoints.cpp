@@ -21,20 +21,12 @@ GPT sharded_gpt(const Json& task) {
   return model;
 }
 
-/// This rank's of the driver's tokens: [steps, ranks, micro-batches, batch, sequence + 1].
-torch::Tensor batch_of(const Json& task) {
-  const auto shape = task.at("tokens_shape").get<std::vector<int64_t>>();
-  const auto file = task.at("tokens").get<std::string>();
-  const int64_t numel = c10::multiply_integers(shape), rank = task.at("rank");
-  return torch::from_file(file, /*shared=*/false, numel, torch::kLong).view(shape)[0][rank][0].clone();
-}
-
 class Run {
  public:
   explicit Run(const Json& task)
       : model_(sharded_gpt(task)),
         optimizer_(model_->parameters(), torch::optim::AdamWOptions(1e-4)),
-        batch_(batch_of(task)) {}
+        batch_(load_tokens(task.at("tokens"), task.at("tokens_shape"))[0][task.at("rank").get<int64_t>()][0].clone()) {}
 
   float step() {
     const auto loss = model_->loss(batch_);

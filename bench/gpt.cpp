@@ -1,5 +1,7 @@
 #include "gpt.h"
 
+#include <c10/util/accumulate.h>
+
 namespace bench {
 
 namespace F = torch::nn::functional;
@@ -55,6 +57,11 @@ void load_weights(torch::nn::Module& model, const std::string& file) {
     parameter.copy_(saved.narrow(0, begin, parameter.numel()).view_as(parameter));
     begin += parameter.numel();
   }
+}
+
+torch::Tensor load_tokens(const std::string& file, const std::vector<int64_t>& shape) {
+  const int64_t numel = c10::multiply_integers(shape);
+  return torch::from_file(file, /*shared=*/false, numel, torch::kLong).view(shape);
 }
 
 } // namespace bench

@@ -38,4 +38,7 @@ TORCH_MODULE(GPT);
 /// All parameters, one after another in float32, as bench/gpt.py saved them.
 void load_weights(torch::nn::Module& model, const std::string& file);
 
+/// [steps, ranks, micro-batches, batch, sequence + 1], as the driver has written them.
+torch::Tensor load_tokens(const std::string& file, const std::vector<int64_t>& shape);
+
 } // namespace bench

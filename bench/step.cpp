@@ -133,17 +133,10 @@ std::unique_ptr<Contender> make_contender(const Json& task) {
   return std::make_unique<Compute>(model, task.at("ranks"));
 }
 
-/// [steps, ranks, micro-batches, batch, sequence + 1], written by the driver.
 class Batches {
  public:
-  explicit Batches(const Json& task) : rank_(task.at("rank")) {
-    const auto shape = task.at("tokens_shape").get<std::vector<int64_t>>();
-    int64_t numel = 1;
-    for (const int64_t size : shape) {
-      numel *= size;
-    }
-    tokens_ = torch::from_file(task.at("tokens").get<std::string>(), /*shared=*/false, numel, torch::kLong).view(shape);
-  }
+  explicit Batches(const Json& task)
+      : tokens_(load_tokens(task.at("tokens"), task.at("tokens_shape"))), rank_(task.at("rank")) {}
 
   std::vector<torch::Tensor> next() {
     return tokens_.select(0, step_++ % tokens_.size(0)).select(0, rank_).unbind();
