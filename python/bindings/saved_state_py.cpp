@@ -91,16 +91,12 @@ std::function<ShardedStateDict()> model_of(const py::object& target) {
   return [&target] { return in_python([&] { return to_state_dict(target.attr("model")().cast<Named>()); }); };
 }
 
-std::string save_state(const std::string& dir, int64_t step, const py::function& state, const SaveOptions& options) {
+/// `save` is of saved_state.
+template <typename Save>
+auto save_state(
+    const Save& save, const std::string& dir, int64_t step, const py::function& state, const SaveOptions& options) {
   const py::gil_scoped_release no_gil;
-  return saved_state::save(
-      dir, step, [&] { return in_python([&] { return state().cast<StateOfRank>(); }); }, options);
-}
-
-PendingSave save_state_async(
-    const std::string& dir, int64_t step, const py::function& state, const SaveOptions& options) {
-  const py::gil_scoped_release no_gil;
-  return saved_state::save_async(
+  return save(
       dir, step, [&] { return in_python([&] { return state().cast<StateOfRank>(); }); }, options);
 }
 
@@ -216,7 +212,8 @@ void bind_saved_state(py::module_& m) {
          int64_t keep_last,
          int64_t block_bytes,
          const std::shared_ptr<Group>& group) {
-        return save_state(dir, step, state, {.keep_last = keep_last, .block_bytes = block_bytes, .group = group});
+        return save_state(
+            saved_state::save, dir, step, state, {.keep_last = keep_last, .block_bytes = block_bytes, .group = group});
       },
       py::arg("dir"),
       py::arg("step"),
@@ -237,7 +234,7 @@ void bind_saved_state(py::module_& m) {
         SaveOptions options{.keep_last = keep_last, .block_bytes = block_bytes, .group = group};
         options.max_staged_bytes = max_staged_bytes.value_or(options.max_staged_bytes);
         options.keep_staging_memory = keep_staging_memory;
-        return save_state_async(dir, step, state, options);
+        return save_state(saved_state::save_async, dir, step, state, options);
       },
       py::arg("dir"),
       py::arg("step"),
