@@ -224,11 +224,11 @@ TEST_F(AsyncSave, ThatNobodyWaitsForWarnsOfItsError) {
   EXPECT_TRUE(contains(text, "could not be written, and nobody has waited for it")) << text;
 }
 
-// Longer than a rank waits for the others' word.
+// Longer than a rank that has written waits for the others' word.
 TEST_F(AsyncSave, MayTakeLongerThanTheTimeout) {
   const HeldFlush held("rank-00001.safetensors");
   on_threads(
-      2,
+      3,
       [&] {
         TrainingRun run = make_run(Form::kRows, 0.0);
         auto save = save_async(folder(), run.to_save(2));
