@@ -97,7 +97,8 @@ class Killed(unittest.TestCase):
         for kill in range(kills):
             if run.steps_saved()[-1:] == [self.STEPS]:
                 run = Run(self, "--steps", self.STEPS, *options)
-            process = run.start(*run.saving(), "--resume", ranks=moments.choice(ranks))
+            chosen = moments.choice(ranks)  # a run that begins on others has other batches
+            process = run.start(*run.saving(), "--resume", ranks=chosen if run.steps_saved() else run.ranks)
             wait_for(process, "GPT with")
             time.sleep(moments.uniform(0, 8) * seconds)
             process.kill()
