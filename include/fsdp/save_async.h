@@ -32,9 +32,10 @@ class FSDP_API PendingSave {
   std::shared_ptr<disk::BackgroundSave> save_;
 };
 
-/// As `save`, but returns once this rank's part is copied: what is saved is what is there at the call. The checkpoint
-/// appears when all ranks have written theirs, whether or not anybody waits. Another save or load of the same ranks
-/// waits for it first. Copies need as much memory as this rank's part has, or `max_staged_bytes`. Collective.
+/// As `save`, but returns once parameters are copied, and what operators write to an optimizer's states does not reach
+/// the save: what is saved is what is there at the call. The checkpoint appears when all ranks have written theirs,
+/// whether or not anybody waits. Another save or load of the same ranks waits for it first. Takes up to twice the
+/// memory of this rank's part, or `max_staged_bytes`. Collective.
 FSDP_API PendingSave save_async(const std::string& dir, const StateToSave& state, const SaveOptions& options = {});
 
 namespace saved_state {

@@ -115,7 +115,7 @@ LoadedState load_state(
     c10::Device device,
     const LoadOptions& options) {
   StateTarget from_python{.model = model_of(target), .with_optimizer = with_optimizer, .device = device};
-  from_python.prepare = [&](const StateOfRank& read) {
+  from_python.prepare = [&](StateOfRank read) {
     in_python([&] {
       const py::object optimizer = read.optimizer ? py::cast(to_by_name(*read.optimizer)) : py::none();
       target.attr("prepare")(to_named(read.model), optimizer);

@@ -23,7 +23,7 @@ bool is_updated_here(const ShardedOptimStateDict::ParamState& state) {
 Contents::Contents(int rank, int64_t step, const StateOfRank& state) : rank_(rank), turns_(rank == 0) {
   numbers_.step = step;
   for (const auto& item : state.model) {
-    add(kModel + item.key(), item.value());
+    add(kModel + item.key(), item.value(), /*by_operators=*/false);
   }
   if (state.optimizer) {
     add(*state.optimizer);
@@ -34,15 +34,15 @@ Contents::Contents(int rank, int64_t step, const StateOfRank& state) : rank_(ran
   }
 }
 
-void Contents::add(const std::string& name, const HeldTensor& held) {
-  pieces_.push_back({name, held, turns_.is_mine(held)});
+void Contents::add(const std::string& name, const HeldTensor& held, bool by_operators) {
+  pieces_.push_back({name, held, turns_.is_mine(held), by_operators});
 }
 
 void Contents::add(const ShardedOptimStateDict& optimizer) {
   auto& numbers = numbers_.optimizer.emplace();
   for (const auto& item : optimizer.state) {
     for (const auto& [key, tensor] : item.value().tensors) {
-      add(optimizer_name(item.key(), key), tensor);
+      add(optimizer_name(item.key(), key), tensor, /*by_operators=*/true);
     }
     if (is_updated_here(item.value())) {
       numbers.of_params[item.key()] = item.value().scalars;

@@ -25,7 +25,7 @@ class Contents {
   }
 
  private:
-  void add(const std::string& name, const HeldTensor& held);
+  void add(const std::string& name, const HeldTensor& held, bool by_operators);
   void add(const ShardedOptimStateDict& optimizer);
   void add_random_states(const StateOfRank& state);
   void add_extra(const StateOfRank& state);

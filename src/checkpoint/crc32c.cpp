@@ -39,7 +39,52 @@ uint64_t eight_bytes(const unsigned char* place) {
 }
 
 #if defined(__x86_64__)
+constexpr size_t kStripe = 4096;
+
+/// What `kStripe` zeros do to a checksum that they follow. It is linear: the sum of what they do to its bits.
+class Zeros {
+ public:
+  Zeros() {
+    for (uint32_t bit = 0; bit < 32; ++bit) {
+      uint32_t rest = uint32_t{1} << bit;
+      for (size_t i = 0; i < kStripe; ++i) {
+        rest = (rest >> 8) ^ kTables[0][rest & 0xff];
+      }
+      for (uint32_t byte = 0; byte < 256; ++byte) {
+        of_byte_[bit / 8][byte] ^= (byte >> (bit % 8) & 1) != 0 ? rest : 0;
+      }
+    }
+  }
+  uint32_t after(uint32_t rest) const {
+    return of_byte_[0][rest & 0xff] ^ of_byte_[1][rest >> 8 & 0xff] ^ of_byte_[2][rest >> 16 & 0xff] ^
+        of_byte_[3][rest >> 24];
+  }
+
+ private:
+  std::array<std::array<uint32_t, 256>, 4> of_byte_{};
+};
+
+/// Three stripes at a time: the instruction takes three cycles, and one can begin in each.
+__attribute__((target("sse4.2"))) uint32_t by_stripes(const unsigned char* place, size_t stripes, uint32_t rest) {
+  static const Zeros zeros;
+  for (; stripes >= 3; stripes -= 3, place += 3 * kStripe) {
+    uint64_t first = rest, second = 0, third = 0;
+    for (size_t i = 0; i < kStripe; i += 8) {
+      first = __builtin_ia32_crc32di(first, eight_bytes(place + i));
+      second = __builtin_ia32_crc32di(second, eight_bytes(place + kStripe + i));
+      third = __builtin_ia32_crc32di(third, eight_bytes(place + 2 * kStripe + i));
+    }
+    rest = zeros.after(static_cast<uint32_t>(first)) ^ static_cast<uint32_t>(second);
+    rest = zeros.after(rest) ^ static_cast<uint32_t>(third);
+  }
+  return rest;
+}
+
 __attribute__((target("sse4.2"))) uint32_t by_instruction(const unsigned char* place, size_t bytes, uint32_t rest) {
+  const size_t stripes = bytes / kStripe / 3 * 3;
+  rest = by_stripes(place, stripes, rest);
+  place += stripes * kStripe;
+  bytes -= stripes * kStripe;
   uint64_t wide = rest;
   for (; bytes >= 8; bytes -= 8, place += 8) {
     wide = __builtin_ia32_crc32di(wide, eight_bytes(place));

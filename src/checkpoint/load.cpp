@@ -165,7 +165,7 @@ Staged stage(const std::string& folder, const StateTarget& target, const LoadOpt
     check_random_states(folder, staged.random_states, target.device);
   }
   try {
-    target.prepare(read);
+    target.prepare(std::move(read));
   } catch (const CommError&) {
     throw;
   } catch (const Error& error) {
@@ -202,10 +202,10 @@ LoadedState load(const std::string& dir, const StateToLoad& state, const LoadOpt
   std::optional<state::MadeState> optimizer;
   StateTarget target{.with_optimizer = state.optimizer != nullptr, .device = training_device()};
   target.model = [&] { return sharded_state_dict(state.model); };
-  target.prepare = [&](const StateOfRank& read) {
-    model = read.model;
+  target.prepare = [&](StateOfRank read) {
+    model = std::move(read.model);
     if (read.optimizer) {
-      optimizer.emplace(state::make_optim_state(state.model, *state.optimizer, *read.optimizer));
+      optimizer.emplace(state::make_optim_state(state.model, *state.optimizer, std::move(*read.optimizer)));
     }
   };
   target.take_over = [&] { // copies, of what has been compared and made

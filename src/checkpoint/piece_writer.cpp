@@ -1,9 +1,11 @@
 #include "checkpoint/piece_writer.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "base/check.h"
 #include "checkpoint/crc32c.h"
+#include "checkpoint/snapshot.h"
 #include "checkpoint/stored_elements.h"
 #include "engine/internal_scope.h"
 #include "state/named_tensors.h"
@@ -12,10 +14,10 @@ namespace fsdp::disk {
 
 namespace {
 
-SafetensorsHeader header_of(const std::map<std::string, HeldTensor>& contents) {
+SafetensorsHeader header_of(const std::map<std::string, const PieceToWrite*>& contents) {
   SafetensorsHeader header;
-  for (const auto& [name, held] : contents) {
-    header.tensors.push_back({name, held.dtype(), {held.extent.numel()}});
+  for (const auto& [name, piece] : contents) {
+    header.tensors.push_back({name, piece->held.dtype(), {piece->held.extent.numel()}});
   }
   return header;
 }
@@ -23,6 +25,10 @@ SafetensorsHeader header_of(const std::map<std::string, HeldTensor>& contents) {
 /// In the order of their extent.
 at::Tensor elements_of(const HeldTensor& held) {
   return layout::in_memory_order(state::as_piece(held)).detach().reshape({-1});
+}
+
+bool lie_as_stored(const at::Tensor& elements) {
+  return elements.is_contiguous() && !elements.is_conj() && !elements.is_neg();
 }
 
 /// Returns the checksums of the blocks.
@@ -44,20 +50,20 @@ std::vector<uint32_t> write_elements(
 
 PieceWriter::PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFile& file)
     : block_bytes_(file.block_bytes) {
-  std::map<std::string, HeldTensor> contents;
+  Contents contents;
   for (const auto& piece : pieces) {
     add(piece, contents);
   }
   first_names_.clear(); // their tensors may go
   writer_.emplace(file.folder + "/" + file.name, header_of(contents));
   for (const auto& tensor : writer_->tensors()) {
-    HeldTensor& held = contents.at(tensor.name);
+    const auto& [name, held, written_here, by_operators] = *contents.at(tensor.name);
     StoredPiece piece{file.name, writer_->offset_of(tensor), held.extent};
-    stored_.push_back({.name = tensor.name, .held = std::move(held), .piece = std::move(piece)});
+    stored_.push_back({.name = name, .held = held, .by_operators = by_operators, .piece = std::move(piece)});
   }
 }
 
-void PieceWriter::add(const PieceToWrite& piece, std::map<std::string, HeldTensor>& contents) {
+void PieceWriter::add(const PieceToWrite& piece, Contents& contents) {
   const HeldTensor& held = piece.held;
   FSDP_CHECK(
       held.local.layout() == c10::kStrided && !held.local.is_meta(),
@@ -70,7 +76,7 @@ void PieceWriter::add(const PieceToWrite& piece, std::map<std::string, HeldTenso
   if (piece.written_here && held.extent.numel() > 0) {
     name_in_file_[piece.name] = first->second;
     if (is_first) {
-      contents.emplace(piece.name, held);
+      contents.emplace(piece.name, &piece);
     }
   }
 }
@@ -80,6 +86,18 @@ int64_t PieceWriter::bytes() const {
 }
 
 void PieceWriter::stage(int64_t most, bool keep_memory) {
+  const engine::InternalScope scope;
+  const auto [first, bytes] = what_fits(most);
+  memory_.emplace(bytes, keep_memory);
+  const bool has_room_for_two = first == 0 && bytes <= most / 2;
+  for (size_t i = first; i < stored_.size(); ++i) {
+    stage(stored_[i], has_room_for_two);
+  }
+  Progress unseen;
+  write_until(first, unseen);
+}
+
+std::pair<size_t, int64_t> PieceWriter::what_fits(int64_t most) const {
   size_t first = stored_.size();
   int64_t bytes = 0;
   for (; first > 0; --first) {
@@ -90,17 +108,34 @@ void PieceWriter::stage(int64_t most, bool keep_memory) {
     }
     bytes += taken;
   }
-  const engine::InternalScope scope;
-  memory_.emplace(bytes, keep_memory);
-  for (size_t i = first; i < stored_.size(); ++i) {
-    stored_[i].staged = memory_->copy_of(elements_of(stored_[i].held));
-    stored_[i].held = {};
+  return {first, bytes};
+}
+
+void PieceWriter::stage(Stored& stored, bool may_be_snapshot) {
+  const at::Tensor elements = elements_of(stored.held);
+  if (stored.by_operators && may_be_snapshot && lie_as_stored(elements)) {
+    stored.snapshot = snapshot_of(elements);
   }
-  Progress unseen;
-  write_until(first, unseen);
+  if (!stored.snapshot.defined()) {
+    stored.staged = memory_->place_for(elements);
+    stored.staged.copy_(elements);
+  }
+  stored.held = {};
+}
+
+// By one thread, beside those that compute.
+void PieceWriter::copy_snapshots() {
+  for (auto& stored : stored_) {
+    if (stored.snapshot.defined()) {
+      stored.staged = memory_->place_for(stored.snapshot);
+      std::memcpy(stored.staged.data_ptr(), stored.snapshot.const_data_ptr(), stored.snapshot.nbytes());
+      stored.snapshot.reset();
+    }
+  }
 }
 
 std::map<std::string, IndexedTensor> PieceWriter::finish(Progress& progress) {
+  copy_snapshots();
   write_until(stored_.size(), progress);
   writer_->finish();
   std::map<std::string, const StoredPiece*> pieces;

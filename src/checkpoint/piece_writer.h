@@ -3,6 +3,7 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <fsdp/held.h>
@@ -19,6 +20,7 @@ struct PieceToWrite {
   std::string name{}; ///< in the index
   HeldTensor held{};
   bool written_here = false;
+  bool by_operators = false; ///< is changed by them alone: nothing else keeps its address
 };
 
 struct PieceFile {
@@ -34,8 +36,8 @@ class PieceWriter {
   PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFile& file);
 
   int64_t bytes() const;
-  /// Copies as many tensors as `most` bytes hold, the last ones, and writes the others. The tensors themselves are not
-  /// needed any more.
+  /// Copies as many tensors as `most` bytes hold, the last ones, and writes the others. Where there is room for two
+  /// copies, snapshots of those that only operators change do for now. The tensors themselves are not needed any more.
   void stage(int64_t most, bool keep_memory);
   /// Writes what is left; returns once all of it is on the disk.
   std::map<std::string, IndexedTensor> finish(Progress& progress);
@@ -45,11 +47,18 @@ class PieceWriter {
   struct Stored {
     std::string name{};
     HeldTensor held{}; // until it is staged
+    bool by_operators = false;
+    at::Tensor snapshot{}; // until it is copied
     at::Tensor staged{};
     StoredPiece piece{};
   };
 
-  void add(const PieceToWrite& piece, std::map<std::string, HeldTensor>& contents);
+  using Contents = std::map<std::string, const PieceToWrite*>;
+  void add(const PieceToWrite& piece, Contents& contents);
+  /// The first of the last ones whose copies fit, and the bytes of these.
+  std::pair<size_t, int64_t> what_fits(int64_t most) const;
+  void stage(Stored& stored, bool may_be_snapshot);
+  void copy_snapshots();
   void write_until(size_t end, Progress& progress);
 
   int64_t block_bytes_;

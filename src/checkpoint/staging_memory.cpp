@@ -50,17 +50,16 @@ int64_t StagingMemory::taken_by(int64_t bytes) {
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 
-at::Tensor StagingMemory::copy_of(const at::Tensor& elements) {
+at::Tensor StagingMemory::place_for(const at::Tensor& elements) {
   const int64_t bytes = taken_by(static_cast<int64_t>(elements.nbytes()));
   FSDP_CHECK(used_ + bytes <= bytes_, "[stage] {} bytes are too many after {} of {}", bytes, used_, bytes_);
   const int64_t begin = taken_by(static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory_.begin.get())));
-  auto copy = at::from_blob(
+  auto place = at::from_blob(
       reinterpret_cast<void*>(static_cast<uintptr_t>(begin + used_)), // NOLINT: within the memory
       elements.sizes(),
       at::TensorOptions(elements.scalar_type()));
-  copy.copy_(elements);
   used_ += bytes;
-  return copy;
+  return place;
 }
 
 } // namespace fsdp::disk

@@ -20,8 +20,8 @@ class StagingMemory {
 
   /// What a copy of so many bytes takes of it.
   static int64_t taken_by(int64_t bytes);
-  /// With the same elements, side by side on the host.
-  at::Tensor copy_of(const at::Tensor& elements);
+  /// For the same elements, side by side on the host.
+  at::Tensor place_for(const at::Tensor& elements);
 
  private:
   struct Memory {

@@ -2,6 +2,7 @@
 
 #include <random>
 #include <string>
+#include <vector>
 
 #include <gtest/gtest.h>
 
@@ -15,9 +16,18 @@ TEST(Crc32c, IsTheOneOfTheStandard) { // RFC 3720, B.4
   EXPECT_EQ(crc32c("", 0), 0u);
 }
 
+std::vector<size_t> lengths() { // long ones are taken in stripes, three at a time
+  std::vector<size_t> lengths{3 * 4096 - 1, 3 * 4096, 3 * 4096 + 9, 3 * 4096 * 5 + 4099, 100000};
+  for (size_t length = 0; length < 100; ++length) {
+    lengths.push_back(length);
+  }
+  return lengths;
+}
+
 TEST(Crc32c, IsTheSameByInstructionAndByTableAndPieceByPiece) {
   std::mt19937 random(1); // NOLINT: the same each time
-  for (size_t length = 0; length < 100; ++length) {
+  for (const size_t length : lengths()) {
+    SCOPED_TRACE(length);
     std::string text(length, '\0');
     for (char& letter : text) {
       letter = static_cast<char>(random());

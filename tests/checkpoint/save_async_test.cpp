@@ -293,6 +293,18 @@ TEST_F(AsyncSave, IsWrittenBeforeTheProcessExits) {
   EXPECT_EQ(latest(folder()), folder() + "/step-00000003");
 }
 
+TEST_F(AsyncSave, CanBeWaitedForAfterShutdown) {
+  on_processes(2, [] {
+    const std::string folder = (process_folder() / "runs").string();
+    init();
+    torch::nn::Linear model(2, 2);
+    fully_shard(*model);
+    auto save = save_async(folder, {.model = model, .step = 3});
+    shutdown();
+    EXPECT_EQ(save.wait(), folder + "/step-00000003");
+  });
+}
+
 // Or a full disk would stay full.
 TEST_F(AsyncSave, ThatFailsHasNoFileOpen) {
   torch::nn::Linear model(2, 2);

@@ -15,28 +15,27 @@ TEST(StagingMemoryForCopies, IsTheSameTheNextTime) {
   const void* first = nullptr;
   {
     StagingMemory memory(1 << 20, /*keep=*/true);
-    first = memory.copy_of(values).const_data_ptr();
+    first = memory.place_for(values).const_data_ptr();
   }
   StagingMemory again(1 << 19, /*keep=*/true);
-  EXPECT_EQ(again.copy_of(values).const_data_ptr(), first);
+  EXPECT_EQ(again.place_for(values).const_data_ptr(), first);
   StagingMemory beside(1 << 19, /*keep=*/true);
-  EXPECT_NE(beside.copy_of(values).const_data_ptr(), first) << "one at a time";
+  EXPECT_NE(beside.place_for(values).const_data_ptr(), first) << "one at a time";
 }
 
-TEST(StagingMemoryForCopies, HasCopiesSideBySide) {
+TEST(StagingMemoryForCopies, HasPlacesSideBySide) {
   const auto values = torch::arange(10), flags = torch::tensor({true, false, true});
   StagingMemory memory(StagingMemory::taken_by(80) + StagingMemory::taken_by(3) + StagingMemory::taken_by(20), false);
-  auto given = values.clone();
-  const auto first = memory.copy_of(given), second = memory.copy_of(flags);
-  const auto third = memory.copy_of(values.to(torch::kShort).expand({1, 10}).t().select(1, 0));
-  given.fill_(-1);
+  const auto first = memory.place_for(values).copy_(values), second = memory.place_for(flags).copy_(flags);
+  const auto strided = values.to(torch::kShort).expand({1, 10}).t().select(1, 0);
+  const auto third = memory.place_for(strided).copy_(strided);
   EXPECT_TRUE(first.equal(values));
   EXPECT_TRUE(second.equal(flags));
   EXPECT_TRUE(third.equal(values.to(torch::kShort)));
   for (const auto& copy : {first, second, third}) {
     EXPECT_EQ(reinterpret_cast<uintptr_t>(copy.const_data_ptr()) % 64, 0U);
   }
-  EXPECT_THROW(memory.copy_of(flags), std::exception) << "more than there is";
+  EXPECT_THROW(memory.place_for(flags), std::exception) << "more than there is";
 }
 
 } // namespace
