@@ -151,9 +151,14 @@ void PieceReader::read_block(const Named& named, const StoredPiece& piece, int64
   const int64_t begin = number * index_.block_bytes;
   const int64_t count = std::min(index_.block_bytes, bytes_of(piece, named.tensor) - begin);
   const File& file = file_of(named, piece);
-  file.read(piece.offset + begin, to, count);
+  uint32_t checksum = 0;
+  for (int64_t done = 0; done < count; done += kBytesInCache) {
+    const int64_t bytes = std::min(kBytesInCache, count - done);
+    file.read(piece.offset + begin + done, to + done, bytes);
+    checksum = crc32c(to + done, static_cast<size_t>(bytes), checksum);
+  }
   FSDP_CHECK(
-      crc32c(to, static_cast<size_t>(count)) == piece.checksums[static_cast<size_t>(number)],
+      checksum == piece.checksums[static_cast<size_t>(number)],
       "[load] {}: '{}' is damaged: bytes [{}, {}) of the file are not those that were saved. Load another checkpoint",
       file.path(),
       named.name,

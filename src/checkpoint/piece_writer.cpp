@@ -1,12 +1,14 @@
 #include "checkpoint/piece_writer.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include <ATen/Parallel.h>
 
 #include "base/check.h"
 #include "checkpoint/crc32c.h"
 #include "checkpoint/snapshot.h"
 #include "checkpoint/stored_elements.h"
+#include "checkpoint/stream_copy.h"
 #include "engine/internal_scope.h"
 #include "state/named_tensors.h"
 
@@ -31,6 +33,36 @@ bool lie_as_stored(const at::Tensor& elements) {
   return elements.is_contiguous() && !elements.is_conj() && !elements.is_neg();
 }
 
+/// By all threads that compute.
+void copy(const at::Tensor& from, at::Tensor& to) {
+  if (!from.is_cpu() || !lie_as_stored(from)) {
+    to.copy_(from);
+    return;
+  }
+  constexpr int64_t kAtOnce = int64_t{1} << 18;
+  const auto bytes = static_cast<int64_t>(from.nbytes());
+  at::parallel_for(0, (bytes + kAtOnce - 1) / kAtOnce, 1, [&](int64_t begin, int64_t end) {
+    const int64_t first = begin * kAtOnce, last = std::min(end * kAtOnce, bytes);
+    stream_copy(
+        static_cast<char*>(to.data_ptr()) + first,
+        static_cast<const char*>(from.const_data_ptr()) + first,
+        static_cast<size_t>(last - first));
+  });
+}
+
+/// Returns its checksum.
+uint32_t write_block(SafetensorsWriter& writer, const at::Tensor& block) {
+  const auto* place = static_cast<const char*>(block.const_data_ptr());
+  const auto bytes = static_cast<int64_t>(block.nbytes());
+  uint32_t checksum = 0;
+  for (int64_t done = 0; done < bytes; done += kBytesInCache) {
+    const int64_t count = std::min(kBytesInCache, bytes - done);
+    checksum = crc32c(place + done, static_cast<size_t>(count), checksum);
+    writer.write(place + done, count);
+  }
+  return checksum;
+}
+
 /// Returns the checksums of the blocks.
 std::vector<uint32_t> write_elements(
     SafetensorsWriter& writer, const at::Tensor& elements, int64_t block_bytes, Progress& progress) {
@@ -39,8 +71,7 @@ std::vector<uint32_t> write_elements(
   for (int64_t begin = 0; begin < elements.numel(); begin += at_once) {
     const int64_t count = std::min(at_once, elements.numel() - begin);
     const at::Tensor block = stored(elements.narrow(0, begin, count));
-    checksums.push_back(crc32c(block.const_data_ptr(), block.nbytes()));
-    writer.write(block.const_data_ptr(), static_cast<int64_t>(block.nbytes()));
+    checksums.push_back(write_block(writer, block));
     progress.add(static_cast<int64_t>(block.nbytes()));
   }
   return checksums;
@@ -118,7 +149,7 @@ void PieceWriter::stage(Stored& stored, bool may_be_snapshot) {
   }
   if (!stored.snapshot.defined()) {
     stored.staged = memory_->place_for(elements);
-    stored.staged.copy_(elements);
+    copy(elements, stored.staged);
   }
   stored.held = {};
 }
@@ -128,7 +159,7 @@ void PieceWriter::copy_snapshots() {
   for (auto& stored : stored_) {
     if (stored.snapshot.defined()) {
       stored.staged = memory_->place_for(stored.snapshot);
-      std::memcpy(stored.staged.data_ptr(), stored.snapshot.const_data_ptr(), stored.snapshot.nbytes());
+      stream_copy(stored.staged.data_ptr(), stored.snapshot.const_data_ptr(), stored.snapshot.nbytes());
       stored.snapshot.reset();
     }
   }
