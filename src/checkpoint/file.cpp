@@ -17,6 +17,7 @@ namespace {
 
 // The system takes no more than 2 GiB at once, and on some file systems is slow to be interrupted.
 constexpr int64_t kMostAtOnce = int64_t{1} << 28;
+constexpr int64_t kBetweenStarts = int64_t{1} << 24;
 
 /// `write`: of so many bytes from a place on, as many as the system takes at once.
 template <typename Write>
@@ -39,7 +40,10 @@ File::File(std::string path, int descriptor, int64_t size)
     : path_(std::move(path)), descriptor_(descriptor), size_(size) {}
 
 File::File(File&& other) noexcept
-    : path_(std::move(other.path_)), descriptor_(std::exchange(other.descriptor_, -1)), size_(other.size_) {}
+    : path_(std::move(other.path_)),
+      descriptor_(std::exchange(other.descriptor_, -1)),
+      size_(other.size_),
+      flushing_(other.flushing_) {}
 
 File::~File() {
   if (descriptor_ >= 0) {
@@ -102,6 +106,15 @@ void File::write(const void* from, int64_t bytes) {
     size_ += std::max<ssize_t>(count, 0);
     return count;
   });
+  start_flushing();
+}
+
+// Disks are at work while more comes. No file system needs to heed it.
+void File::start_flushing() {
+  if (size_ - flushing_ >= kBetweenStarts) {
+    static_cast<void>(::sync_file_range(descriptor_, flushing_, size_ - flushing_, SYNC_FILE_RANGE_WRITE));
+    flushing_ = size_;
+  }
 }
 
 void File::write_at(int64_t offset, const void* from, int64_t bytes) {

@@ -44,9 +44,12 @@ class File {
  private:
   File(std::string path, int descriptor, int64_t size);
 
+  void start_flushing();
+
   std::string path_;
   int descriptor_;
   int64_t size_;
+  int64_t flushing_ = 0; // bytes that are on their way to the disk
 };
 
 /// All of a file that is no longer than `limit`.
