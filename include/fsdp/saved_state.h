@@ -41,8 +41,8 @@ struct StateTarget {
   bool with_optimizer = false;
   c10::Device device{c10::kCPU}; ///< as above
   /// Makes ready what was read: of the model what was asked for, and names without a tensor that it does not have; of
-  /// the optimizer the states of the model's parameters, each cut as these are and in memory of its own. Nothing changes
-  /// yet.
+  /// the optimizer the states of the model's parameters, each cut as these are and in memory of its own. Nothing
+  /// changes yet.
   std::function<void(StateOfRank read)> prepare{};
   std::function<void()> take_over{};
 };

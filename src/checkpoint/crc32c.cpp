@@ -57,7 +57,7 @@ class Zeros {
   }
   uint32_t after(uint32_t rest) const {
     return of_byte_[0][rest & 0xff] ^ of_byte_[1][rest >> 8 & 0xff] ^ of_byte_[2][rest >> 16 & 0xff] ^
-        of_byte_[3][rest >> 24];
+           of_byte_[3][rest >> 24];
   }
 
  private:

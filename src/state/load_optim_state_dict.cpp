@@ -32,7 +32,7 @@ at::Tensor like_leaf(const at::Tensor& piece, const NamedTensor& param) {
 bool is_like_leaf(const at::Tensor& piece, const NamedTensor& param) {
   const at::Tensor& leaf = param.leaf();
   return piece.sizes() == leaf.sizes() && piece.strides() == leaf.strides() && piece.dtype() == leaf.dtype() &&
-      piece.device() == leaf.device();
+         piece.device() == leaf.device();
 }
 
 at::Tensor piece_of(const at::Tensor& whole, const NamedTensor& param) {

@@ -21,7 +21,9 @@ TEST(Snapshot, KeepsWhatWasThere) {
       [](at::Tensor& tensor) { tensor.accessor<float, 1>()[5] = 7; },
       [](at::Tensor& tensor) { at::abs_out(tensor, tensor - 9); },
       [](at::Tensor& tensor) { at::_foreach_add_({tensor}, 1); },
-      [](at::Tensor& tensor) { tensor.detach().view({2, 3}).t().fill_(7); },
+      [](at::Tensor& tensor) {
+        tensor.detach().view({2, 3}).t().fill_(7);
+      },
       [](at::Tensor& tensor) { tensor.set_data(torch::ones(6)); },
       [](at::Tensor& tensor) { tensor.reset(); },
   };
