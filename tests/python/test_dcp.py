@@ -123,7 +123,7 @@ def test_state_dict_helpers_give_what_they_give_of_pytorchs():
             check_alike(*states, f"optimizer, below {below}, {options}:")
 
 
-@on_ranks(2, comm=("shm",))
+@on_ranks(3, comm=("gloo",))
 def test_state_dict_helpers_take_what_they_take_for_pytorchs():
     ours, theirs = (Trained(shard, steps=2) for shard in (fully_shard, torch_fully_shard))
     for options in SETS:
