@@ -31,7 +31,7 @@ struct SaveOptions {
   int64_t keep_last = 0; ///< of the run's checkpoints, the one just written among them; 0: all
   int64_t block_bytes = int64_t{1} << 20; ///< that have one checksum; a multiple of 16
   std::shared_ptr<Group> group = nullptr; ///< the ranks that save; null: all ranks of the job
-  /// Of `save_async`: how much memory it takes; tensors beyond that are written before it returns.
+  /// Of `save_async`: how much memory its copies take; tensors beyond that are written before it returns.
   int64_t max_staged_bytes = std::numeric_limits<int64_t>::max();
   /// Likewise: the memory of copies stays for the next ones. To ask for new memory takes ten times as long as copying.
   bool keep_staging_memory = true;

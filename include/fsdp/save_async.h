@@ -34,8 +34,8 @@ class FSDP_API PendingSave {
 
 /// As `save`, but returns once parameters are copied, and what operators write to an optimizer's states does not reach
 /// the save: what is saved is what is there at the call. The checkpoint appears when all ranks have written theirs,
-/// whether or not anybody waits. Another save or load of the same ranks waits for it first. Takes up to twice the
-/// memory of this rank's part, or `max_staged_bytes`. Collective.
+/// whether or not anybody waits. Another save or load of the same ranks waits for it first. Copies need as much
+/// memory as this rank's part has, or `max_staged_bytes`. Collective.
 FSDP_API PendingSave save_async(const std::string& dir, const StateToSave& state, const SaveOptions& options = {});
 
 namespace saved_state {

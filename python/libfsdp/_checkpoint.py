@@ -91,8 +91,9 @@ def save_async(
 ) -> PendingSave:
     """As ``save``, but returns once parameters are copied, and what torch writes to the optimizer's states does not reach the
     save: what is saved is what is there at the call. The checkpoint appears when all ranks have written theirs, whether or not
-    anybody waits; another save or load of the same ranks waits for it first. Takes up to twice the memory of this rank's part,
-    and no more than ``max_staged_bytes``; tensors beyond that are written before this returns. The memory of the copies stays for the next ones, unless ``keep_staging_memory`` is false. Collective."""
+    anybody waits; another save or load of the same ranks waits for it first. Of the part, no more than ``max_staged_bytes``
+    are copied; tensors beyond that are written before this returns. The memory of the copies stays for the next ones, unless
+    ``keep_staging_memory`` is false. Collective."""
     _check_arguments(model, optimizer, extra, step, keep_last)
     device = _device_of(model)
     group = _group(process_group, device)

@@ -6,7 +6,6 @@
 
 #include "base/check.h"
 #include "checkpoint/crc32c.h"
-#include "checkpoint/snapshot.h"
 #include "checkpoint/stored_elements.h"
 #include "checkpoint/stream_copy.h"
 #include "engine/internal_scope.h"
@@ -29,13 +28,14 @@ at::Tensor elements_of(const HeldTensor& held) {
   return layout::in_memory_order(state::as_piece(held)).detach().reshape({-1});
 }
 
-bool lie_as_stored(const at::Tensor& elements) {
-  return elements.is_contiguous() && !elements.is_conj() && !elements.is_neg();
+/// On the CPU.
+bool lie_side_by_side(const at::Tensor& elements) {
+  return elements.is_cpu() && elements.is_contiguous() && !elements.is_conj() && !elements.is_neg();
 }
 
 /// By all threads that compute.
 void copy(const at::Tensor& from, at::Tensor& to) {
-  if (!from.is_cpu() || !lie_as_stored(from)) {
+  if (!lie_side_by_side(from)) {
     to.copy_(from);
     return;
   }
@@ -120,9 +120,8 @@ void PieceWriter::stage(int64_t most, bool keep_memory) {
   const engine::InternalScope scope;
   const auto [first, bytes] = what_fits(most);
   memory_.emplace(bytes, keep_memory);
-  const bool has_room_for_two = first == 0 && bytes <= most / 2;
   for (size_t i = first; i < stored_.size(); ++i) {
-    stage(stored_[i], has_room_for_two);
+    stage(stored_[i]);
   }
   Progress unseen;
   write_until(first, unseen);
@@ -142,31 +141,30 @@ std::pair<size_t, int64_t> PieceWriter::what_fits(int64_t most) const {
   return {first, bytes};
 }
 
-void PieceWriter::stage(Stored& stored, bool may_be_snapshot) {
+void PieceWriter::stage(Stored& stored) {
   const at::Tensor elements = elements_of(stored.held);
-  if (stored.by_operators && may_be_snapshot && lie_as_stored(elements)) {
-    stored.snapshot = snapshot_of(elements);
+  stored.staged = memory_->place_for(elements);
+  if (stored.by_operators && lie_side_by_side(elements)) {
+    stored.late = LateCopy::make(elements, stored.staged);
   }
-  if (!stored.snapshot.defined()) {
-    stored.staged = memory_->place_for(elements);
+  if (!stored.late) {
     copy(elements, stored.staged);
   }
   stored.held = {};
 }
 
-// By one thread, beside those that compute.
-void PieceWriter::copy_snapshots() {
+// At once, beside training: the sooner, the fewer are left to its writes.
+void PieceWriter::finish_copies() {
   for (auto& stored : stored_) {
-    if (stored.snapshot.defined()) {
-      stored.staged = memory_->place_for(stored.snapshot);
-      stream_copy(stored.staged.data_ptr(), stored.snapshot.const_data_ptr(), stored.snapshot.nbytes());
-      stored.snapshot.reset();
+    if (stored.late) {
+      stored.late->finish();
+      stored.late.reset();
     }
   }
 }
 
 std::map<std::string, IndexedTensor> PieceWriter::finish(Progress& progress) {
-  copy_snapshots();
+  finish_copies();
   write_until(stored_.size(), progress);
   writer_->finish();
   std::map<std::string, const StoredPiece*> pieces;

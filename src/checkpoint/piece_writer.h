@@ -1,6 +1,7 @@
 #pragma once
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 #include <fsdp/held.h>
 
 #include "checkpoint/checkpoint_index.h"
+#include "checkpoint/late_copy.h"
 #include "checkpoint/progress.h"
 #include "checkpoint/safetensors_file.h"
 #include "checkpoint/staging_memory.h"
@@ -36,8 +38,8 @@ class PieceWriter {
   PieceWriter(const std::vector<PieceToWrite>& pieces, const PieceFile& file);
 
   int64_t bytes() const;
-  /// Copies as many tensors as `most` bytes hold, the last ones, and writes the others. Where there is room for two
-  /// copies, snapshots of those that only operators change do for now. The tensors themselves are not needed any more.
+  /// Copies as many tensors as `most` bytes hold, the last ones, and writes the others; those that only operators
+  /// change are copied before they do, or by `finish`. The tensors themselves are not needed any more.
   void stage(int64_t most, bool keep_memory);
   /// Writes what is left; returns once all of it is on the disk.
   std::map<std::string, IndexedTensor> finish(Progress& progress);
@@ -48,8 +50,8 @@ class PieceWriter {
     std::string name{};
     HeldTensor held{}; // until it is staged
     bool by_operators = false;
-    at::Tensor snapshot{}; // until it is copied
     at::Tensor staged{};
+    std::unique_ptr<LateCopy> late{}; // which fills it
     StoredPiece piece{};
   };
 
@@ -57,8 +59,8 @@ class PieceWriter {
   void add(const PieceToWrite& piece, Contents& contents);
   /// The first of the last ones whose copies fit, and the bytes of these.
   std::pair<size_t, int64_t> what_fits(int64_t most) const;
-  void stage(Stored& stored, bool may_be_snapshot);
-  void copy_snapshots();
+  void stage(Stored& stored);
+  void finish_copies();
   void write_until(size_t end, Progress& progress);
 
   int64_t block_bytes_;

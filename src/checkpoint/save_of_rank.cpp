@@ -120,7 +120,8 @@ bool SaveOfRank::is_into(const std::string& run) const {
   return absolute_path(run) == absolute_path(dir_);
 }
 
-void SaveOfRank::note_failure() const {
+void SaveOfRank::note_failure() {
+  writer_.reset();
   quietly([&] { write_text(folder_ + "/" + file_name(rank_, "failed"), ""); });
 }
 

@@ -27,8 +27,8 @@ class SaveOfRank {
   /// The first rank makes a checkpoint of what all have written, and makes room as `keep_last` says. Returns its path.
   std::string finish() const;
 
-  /// Instead of `write`, if that cannot be done.
-  void note_failure() const;
+  /// Instead of `write`, if that cannot be done. Nothing of the state is held any more.
+  void note_failure();
   enum class Part { kUnwritten, kWritten, kFailed };
   Part part_of(int rank) const;
   /// The first rank removes what there is of it, if it has made it. No rank may be writing.
