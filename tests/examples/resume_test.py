@@ -42,7 +42,7 @@ class Run:
 
     def finish(self, *options, ranks=None):
         process = self.start(*options, ranks=ranks)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=support.PATIENCE)
         self.case.assertEqual(process.returncode, 0, out + err)
         return out
 
@@ -85,7 +85,7 @@ class Killed(unittest.TestCase):
         process = run.start(*run.saving())
         wait_for(process, "step ")
         start = time.monotonic()
-        self.assertIn("Saved: ", process.communicate(timeout=120)[0])
+        self.assertIn("Saved: ", process.communicate(timeout=support.PATIENCE)[0])
         self.assertEqual(len(run.losses()), self.STEPS)
         return run.losses(), (time.monotonic() - start) / self.STEPS
 
@@ -102,7 +102,7 @@ class Killed(unittest.TestCase):
             wait_for(process, "GPT with")
             time.sleep(moments.uniform(0, 8) * seconds)
             process.kill()
-            process.communicate(timeout=60)  # none of the ranks holds the pipe any more
+            process.communicate(timeout=support.PATIENCE)  # none of the ranks holds the pipe any more
             if (run.out / "metrics.jsonl").exists():
                 compare(run.losses(), expected[: len(run.losses())], f"kill {kill}")
         out = run.finish(*run.saving(), "--resume")
@@ -126,11 +126,11 @@ class Killed(unittest.TestCase):
         process = run.start(*run.saving(), "--resume")
         wait_for(process, "step ")
         victim = ranks_of(process)[1]
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + support.PATIENCE
         while not any(name.startswith(".tmp-") for name in os.listdir(run.checkpoints)):
             self.assertLess(time.monotonic(), deadline)
         os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=support.PATIENCE)
         self.assertRegex(err, r"train_gpt: rank 0: .*rank 1")
         self.assertRegex(err, r"train_gpt: rank 2: .*rank 1")
         self.assertNotEqual(process.returncode, 0)
@@ -153,7 +153,7 @@ class Killed(unittest.TestCase):
 class Signals(unittest.TestCase):
     def assert_ends(self, run, process, status):
         """In order, after a step that is saved; and the run goes on."""
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=support.PATIENCE)
         self.assertEqual((process.returncode, support.SLOW_START.sub("", err)), (status, ""))
         step = run.steps_saved()[-1]
         self.assertEqual(step, len(run.losses()))
@@ -189,7 +189,7 @@ class Signals(unittest.TestCase):
         process = run.start()
         wait_for(process, "step ")
         process.send_signal(signal.SIGUSR1)
-        self.assertIn("Nothing is saved without --save DIR.", process.communicate(timeout=60)[0])
+        self.assertIn("Nothing is saved without --save DIR.", process.communicate(timeout=support.PATIENCE)[0])
         self.assertEqual(process.returncode, 0)
 
     def test_a_second_one_does_not_wait(self):
@@ -202,7 +202,7 @@ class Signals(unittest.TestCase):
         time.sleep(2.5)
         self.assertIsNone(process.poll())
         process.send_signal(signal.SIGTERM)
-        self.assertEqual(process.wait(timeout=20), -signal.SIGTERM)
+        self.assertEqual(process.wait(timeout=support.PATIENCE), -signal.SIGTERM)
 
 
 class Folders(unittest.TestCase):

@@ -45,7 +45,7 @@ class SmallExamples(unittest.TestCase):
     def start_two(self, *launcher):
         result = subprocess.run(
             [*launcher, support.BIN / "01_fully_shard"],
-            env=support.environment(), capture_output=True, text=True, timeout=120,
+            env=support.environment(), capture_output=True, text=True, timeout=support.PATIENCE,
         )
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
         self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2)
@@ -80,7 +80,7 @@ class SmallExamples(unittest.TestCase):
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         ranks = [self.start_rank(rank, port) for rank in range(4)]
-        outputs = [rank.communicate(timeout=120) for rank in ranks]
+        outputs = [rank.communicate(timeout=support.PATIENCE) for rank in ranks]
         self.assertEqual([rank.returncode for rank in ranks], [0] * 4, outputs)
         self.assert_learned(outputs[0][0])
         for rank, (output, _) in enumerate(outputs):

@@ -9,6 +9,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FSDP_BIN", ROOT / "build" / "bin"))
 LAUNCH = ROOT / "scripts" / "launch"
+PATIENCE = 300  # seconds, with programs on a machine that does much else
 # Of LibTorch, to a rank that others come to late.
 SLOW_START = re.compile(r"\[W[^\]]*socket\.cpp:\d+\].*?(?=^\[[WE]|\Z)", re.S | re.M)
 sys.path.append(str(ROOT / "tests" / "scripts"))
@@ -28,7 +29,7 @@ def command(program, *arguments, ranks=1):
 
 def run(program, *arguments, ranks=1, **more):
     return subprocess.run(
-        command(program, *arguments, ranks=ranks), env=environment(**more), capture_output=True, text=True, timeout=300
+        command(program, *arguments, ranks=ranks), env=environment(**more), capture_output=True, text=True, timeout=PATIENCE
     )
 
 

@@ -148,7 +148,7 @@ class TrainGpt(unittest.TestCase):
         seen = b""
         while chunk := self.read(ours):
             seen += chunk
-        self.assertEqual(process.wait(timeout=60), 0)
+        self.assertEqual(process.wait(timeout=support.PATIENCE), 0)
         self.assertIn(b"\r\x1b[K[", seen)
         self.assertRegex(seen.decode(), r"\[=+\] 6/6  loss \S+  \S+ tok/s  \S+ MiB  0:00 left")
 
@@ -192,7 +192,7 @@ class TrainGpt(unittest.TestCase):
         lines = iter(process.stdout.readline, "")
         self.assertTrue(any(line.startswith("step") for line in lines))
         process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[0]
+        rest = process.communicate(timeout=support.PATIENCE)[0]
         self.assertIn("of 100000 steps, as asked", rest)
         self.assertTrue(run.metrics()[-1]["interrupted"])
         self.assertIn("</html>", run.report())
@@ -206,7 +206,7 @@ class TrainGpt(unittest.TestCase):
         script = f"exec {support.BIN}/train_gpt {options} --out {folder.name} --data {folder.name}/$RANK.txt"
         result = subprocess.run(
             [support.LAUNCH, "--ranks", "2", "sh", "-c", script],
-            env=support.environment(), capture_output=True, text=True, timeout=60,
+            env=support.environment(), capture_output=True, text=True, timeout=support.PATIENCE,
         )
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("expected the same text on all ranks, got another on rank 1", result.stderr)
