@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include <c10/core/StorageImpl.h>
+#include <c10/core/impl/COW.h>
 
 #include "checkpoint/stream_copy.h"
 
@@ -107,6 +108,9 @@ class LateCopy::Memory {
 std::unique_ptr<LateCopy> LateCopy::make(const at::Tensor& from, at::Tensor& to) {
   c10::StorageImpl& storage = *from.storage().unsafeGetStorageImpl();
   auto memory = Memory::of(storage);
+  if (memory == nullptr && !c10::impl::cow::has_simple_data_ptr(storage)) {
+    return nullptr;
+  }
   const bool is_new = call_before_write(storage, &before_write);
   if (!is_new && (memory == nullptr || !memory->has_hook)) {
     return nullptr;

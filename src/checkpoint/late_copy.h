@@ -12,7 +12,7 @@ namespace fsdp::disk {
 class LateCopy {
  public:
   /// Of elements on the CPU, side by side, into memory of the same kind that outlives the copy. Null where there is no
-  /// such hook, or another one is at work.
+  /// such hook, or another one is at work; and of memory that other processes or devices may know.
   static std::unique_ptr<LateCopy> make(const at::Tensor& from, at::Tensor& to);
   LateCopy(const LateCopy&) = delete;
   LateCopy& operator=(const LateCopy&) = delete;

@@ -2,6 +2,7 @@
 
 #include "checkpoint/late_copy.h"
 
+#include <cstdlib>
 #include <functional>
 #include <thread>
 #include <vector>
@@ -94,13 +95,23 @@ TEST_F(LateCopies, AreOfViewsOfOneStorageToo) {
 }
 
 TEST_F(LateCopies, AreOfMemoryThatNoAllocatorKnows) { // as torch::load makes it
-  std::vector<float> foreign{1, 2, 3};
-  at::Tensor tensor = torch::from_blob(foreign.data(), {3}), copy = place_for(tensor);
+  void* memory = std::calloc(3, sizeof(float));
+  const c10::Storage storage(
+      c10::Storage::use_byte_size_t(), 3 * sizeof(float), {memory, memory, &std::free, c10::kCPU}, nullptr, false);
+  at::Tensor tensor = torch::empty({0}).set_(storage, 0, {3}, {1}), copy = place_for(tensor);
   const auto late = LateCopy::make(tensor, copy);
-  tensor.mul_(2);
+  tensor.add_(2);
   late->finish();
-  EXPECT_TRUE(copy.equal(torch::tensor({1.F, 2.F, 3.F})));
-  EXPECT_EQ(foreign[2], 6);
+  EXPECT_TRUE(copy.equal(torch::zeros(3)));
+  EXPECT_TRUE(tensor.equal(torch::full({3}, 2.F)));
+}
+
+TEST_F(LateCopies, AreNotOfMemoryThatOthersMayKnow) { // which is told by what lets go of it
+  std::vector<float> foreign{1, 2, 3};
+  at::Tensor tensor = torch::from_blob(foreign.data(), {3}, [](void*) {}), copy = place_for(tensor);
+  const auto deleter = tensor.storage().data_ptr().get_deleter();
+  EXPECT_EQ(LateCopy::make(tensor, copy), nullptr);
+  EXPECT_EQ(tensor.storage().data_ptr().get_deleter(), deleter);
 }
 
 TEST_F(LateCopies, AreNotMadeWhereAnotherHookIsAtWork) {
