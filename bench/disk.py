@@ -118,12 +118,12 @@ def beside_the_disk(team: Team, scratch: pathlib.Path, say) -> rows.Row:
 def loads(of: dict[str, Team], folders: dict[str, Folder], where: str, say) -> Seconds:
     """Of what was saved last. Afterwards both go on with the same loss."""
     seconds: Seconds = {name: [] for name in CONTENDERS}
-    losses = {}
+    losses = {name: [] for name in CONTENDERS}
     for name, counts in turns(f"loaded on {where}", say):
         took = max(of[name].ask("load", folder=str(folders[name].path)))
         if counts:
             seconds[name].append(took)
-        losses[name] = of[name].ask("step")
+        losses[name] += of[name].ask("step")
     if not all(map(steps.is_same_loss, losses["ours"], losses["fsdp2"])):
         raise Failed(f"after loading on {where}, the losses are {losses}")
     return seconds

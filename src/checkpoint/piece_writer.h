@@ -68,7 +68,7 @@ class PieceWriter {
   std::map<std::string, std::string> name_in_file_{}; // of those of the index that have something in it
   std::map<const c10::TensorImpl*, std::string> first_names_{};
   std::optional<SafetensorsWriter> writer_{};
-  std::optional<StagingMemory> memory_{};
+  std::optional<StagingMemory> memory_{}; // outlives copies into it
   std::vector<Stored> stored_{}; // in the order of the file
   size_t written_ = 0; // of these
 };

@@ -47,6 +47,7 @@ at::Tensor piece_of(const HeldTensor& there, const NamedTensor& param) {
 }
 
 at::Tensor copied_piece(const at::Tensor& whole, const NamedTensor& param) {
+  const engine::InternalScope scope;
   return like_leaf(piece_of(whole, param), param);
 }
 
@@ -105,7 +106,6 @@ void load_optim_state_dict(
   if (!options.broadcast_from_rank0) {
     state::check_optim_state(by_name, dict, optimizer);
     make(optimizer, by_name, dict, [](const NamedTensor& param, const auto&, const auto&, const at::Tensor& whole) {
-      const engine::InternalScope scope;
       return copied_piece(whole, param);
     }).give_to_optimizer();
     return;
@@ -118,9 +118,7 @@ void load_optim_state_dict(
       by_name,
       outline,
       [&](const NamedTensor& param, const auto& name, const auto& key, const at::Tensor& like) {
-        const at::Tensor whole = first.values(like.sizes(), like.scalar_type(), tensor_in(dict, name, key));
-        const engine::InternalScope scope;
-        return copied_piece(whole, param);
+        return copied_piece(first.values(like.sizes(), like.scalar_type(), tensor_in(dict, name, key)), param);
       })
       .give_to_optimizer();
 }

@@ -94,7 +94,7 @@ TEST_F(LateCopies, AreOfViewsOfOneStorageToo) {
   EXPECT_TRUE(copies[1].equal(numbers().narrow(0, 3, 3)));
 }
 
-TEST_F(LateCopies, AreOfMemoryThatNoAllocatorKnows) { // as torch::load makes it
+TEST_F(LateCopies, AreOfMemoryThatNoAllocatorKnows) { // as torch.load makes it
   void* memory = std::calloc(3, sizeof(float));
   const c10::Storage storage(
       c10::Storage::use_byte_size_t(), 3 * sizeof(float), {memory, memory, &std::free, c10::kCPU}, nullptr, false);

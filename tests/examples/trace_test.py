@@ -15,7 +15,7 @@ RANKS = 2
 
 def report(*arguments):
     command = [str(word) for word in (support.BIN / "fsdp-report", *arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, timeout=support.PATIENCE)
 
 
 class Trace(unittest.TestCase):
