@@ -13,7 +13,7 @@ torch=$("$(torch_python)" -c 'import importlib.util as u; print(u.find_spec("tor
 # Of these alone: the whole library, built once more, would take a quarter of an hour.
 sources=(src/base/{error,format,log,env}.cpp src/layout/*.cpp
   src/checkpoint/{checkpoint_index,covers,crc32c,dtype_names,file,index_json,json_fields,piece_reader}.cpp
-  src/checkpoint/{safetensors_file,safetensors_header,safetensors_sax,stream_copy,system_error,value_json}.cpp
+  src/checkpoint/{safetensors_file,safetensors_header,safetensors_sax,system_error,value_json}.cpp
   tests/fuzz/checkpoint_fuzz.cpp)
 {
   echo "builddir = $dir"

@@ -10,7 +10,6 @@
 #include "base/check.h"
 #include "checkpoint/covers.h"
 #include "checkpoint/crc32c.h"
-#include "checkpoint/stream_copy.h"
 #include "engine/internal_scope.h"
 #include "state/named_tensors.h"
 
@@ -127,7 +126,7 @@ void PieceReader::read_checked(const Named& named, const StoredPiece& piece, con
     const int64_t number = begin / index_.block_bytes, first = number * index_.block_bytes;
     const int64_t last = std::min(first + index_.block_bytes, total), count = std::min(end, last) - begin;
     if (count == last - first) {
-      read_block(named, piece, number, place, stream_copy);
+      read_block(named, piece, number, place);
     } else {
       std::memcpy(place, block(named, piece, number) + (begin - first), static_cast<size_t>(count));
     }
@@ -141,26 +140,22 @@ const char* PieceReader::block(const Named& named, const StoredPiece& piece, int
     piece_of_block_ = nullptr; // until it has been read
     const int64_t total = bytes_of(piece, named.tensor);
     block_.resize(static_cast<size_t>(std::min(index_.block_bytes, total)));
-    read_block(named, piece, number, block_.data(), [](void* to, const void* from, size_t bytes) {
-      std::memcpy(to, from, bytes); // some of it is needed next
-    });
+    read_block(named, piece, number, block_.data());
     piece_of_block_ = &piece;
     number_of_block_ = number;
   }
   return block_.data();
 }
 
-void PieceReader::read_block(const Named& named, const StoredPiece& piece, int64_t number, char* to, const Copy& copy) {
+void PieceReader::read_block(const Named& named, const StoredPiece& piece, int64_t number, char* to) {
   const int64_t begin = number * index_.block_bytes;
   const int64_t count = std::min(index_.block_bytes, bytes_of(piece, named.tensor) - begin);
   const File& file = file_of(named, piece);
-  near_.resize(static_cast<size_t>(std::min(kBytesInCache, index_.block_bytes)));
   uint32_t checksum = 0;
   for (int64_t done = 0; done < count; done += kBytesInCache) {
     const int64_t bytes = std::min(kBytesInCache, count - done);
-    file.read(piece.offset + begin + done, near_.data(), bytes);
-    checksum = crc32c(near_.data(), static_cast<size_t>(bytes), checksum);
-    copy(to + done, near_.data(), static_cast<size_t>(bytes));
+    file.read(piece.offset + begin + done, to + done, bytes);
+    checksum = crc32c(to + done, static_cast<size_t>(bytes), checksum);
   }
   FSDP_CHECK(
       checksum == piece.checksums[static_cast<size_t>(number)],

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -37,15 +36,13 @@ class PieceReader {
   void read_checked(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);
   void read_run(const Named& named, const StoredPiece& piece, const OverlapRun& run, char* to);
   const char* block(const Named& named, const StoredPiece& piece, int64_t number);
-  using Copy = std::function<void(void* to, const void* from, size_t bytes)>;
-  void read_block(const Named& named, const StoredPiece& piece, int64_t number, char* to, const Copy& copy);
+  void read_block(const Named& named, const StoredPiece& piece, int64_t number, char* to);
   const File& file_of(const Named& named, const StoredPiece& piece);
 
   std::string folder_;
   const CheckpointIndex& index_;
   File::Links links_;
   std::map<std::string, File> files_{};
-  std::vector<char> near_{}; // bytes that are being checked
   std::vector<char> block_{}; // one that is only partly wanted
   const StoredPiece* piece_of_block_ = nullptr;
   int64_t number_of_block_ = 0;

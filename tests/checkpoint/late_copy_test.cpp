@@ -130,6 +130,18 @@ TEST_F(LateCopies, EndWithWhoeverWantedThem) {
   EXPECT_TRUE(copy.equal(place_for(copy))) << "whose memory may be gone";
 }
 
+TEST_F(LateCopies, AreWaitedForByWhoeverLetsGo) { // of the memory too
+  at::Tensor tensor = torch::zeros({int64_t{1} << 25}), copy = place_for(tensor);
+  auto late = LateCopy::make(tensor, copy);
+  const volatile float *first = copy.const_data_ptr<float>(), *last = first + copy.numel() - 1;
+  std::thread other([&] { tensor.add_(1); }); // for some milliseconds
+  while (*first != 0) {
+  }
+  late.reset();
+  EXPECT_EQ(*last, 0);
+  other.join();
+}
+
 TEST_F(LateCopies, AreMadeOnceByThreadsThatMeet) {
   const auto values = torch::arange(1000);
   for (int round = 0; round < 3000; ++round) {
