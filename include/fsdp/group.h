@@ -93,7 +93,7 @@ struct HomeOptions {
 /// Sum each rank's whole tensors and keep this rank's slices of the sums.
 struct ReduceScatter {
   std::vector<at::Tensor>
-      wholes; ///< contiguous, one dtype; may be overwritten; kept alive until all ranks have read them
+      wholes; ///< contiguous, one dtype; may be overwritten; not to be written before `wait` returns
   /// Per tensor. Those with something before them are parts of what the tensor before them in the list is a part of.
   std::vector<Cut> cuts;
   std::vector<at::Tensor> slices; ///< contiguous results, same dtype

@@ -65,12 +65,9 @@ size_t most_prefetched(const Unit& unit) {
   return std::max({unit.runtime().prefetched(), policy.forward_prefetch.size(), policy.backward_prefetch.size()});
 }
 
-// Other ranks read whole gradients where they are, and may be behind by as many reductions as can be in flight.
+// Those that arrive, and those in flight.
 size_t gradients_at_once(const Unit& unit) {
-  const auto in_flight = static_cast<size_t>(unit.runtime().reducer().max_in_flight());
-  const auto& params = unit.params();
-  const bool peers_read = std::any_of(params.begin(), params.end(), [](const auto& p) { return reads_in_place(*p); });
-  return 1 + in_flight * (peers_read ? 2 : 1);
+  return 1 + static_cast<size_t>(unit.runtime().reducer().max_in_flight());
 }
 
 int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {

@@ -81,7 +81,7 @@ class Reducer {
   std::deque<std::unique_ptr<Reduction>> running_;
   std::deque<Arrived> copied_; // on its way into page-locked memory; the shard's when backward ends
   std::deque<Arrived> deliveries_; // reduced, and not given to the shard yet
-  int64_t max_in_flight_ = 1; // the bound on memory: docs/decisions.md says what slower ranks add
+  int64_t max_in_flight_ = 1; // the bound on memory
 };
 
 } // namespace fsdp::engine

@@ -9,6 +9,7 @@
 #include <fsdp/optim.h>
 
 #include "base/check.h"
+#include "base/private_memory.h"
 #include "optim/adamw_kernel.h"
 #include "optim/adamw_op.h"
 
@@ -104,6 +105,7 @@ struct Batch {
 using StateMap = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
 void complete_state(AdamWParamState& state, const at::Tensor& param, bool amsgrad) {
+  const PrivateMemory for_state;
   if (!state.exp_avg().defined()) {
     state.exp_avg(at::zeros_like(param, at::MemoryFormat::Preserve));
     state.exp_avg_sq(at::zeros_like(param, at::MemoryFormat::Preserve));

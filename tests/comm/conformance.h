@@ -334,6 +334,24 @@ TEST_P(Conformance, ReduceScatterKeepsTheWholesUntilTheyAreRead) {
   });
 }
 
+TEST_P(Conformance, ReduceScatterLeavesTheWholesToTheirOwnerOnceItIsOver) {
+  run([](const GroupPointer& group) {
+    std::mt19937 random(static_cast<unsigned>(group->rank()));
+    const int ranks = group->size();
+    const Cut cut{70'000, even_chunk(70'000, ranks)};
+    for (int round = 0; round < 40; ++round) {
+      const at::Tensor whole = at::full({cut.numel}, group->rank() + 1 + round, at::kFloat);
+      const at::Tensor slice = at::empty({cut.length(group->rank())}, at::kFloat);
+      const auto work = group->reduce_scatter({.wholes = {whole}, .cuts = {cut}, .slices = {slice}}, kTest);
+      nap(random, 500);
+      work->wait();
+      whole.fill_(-1);
+      EXPECT_TRUE(slice.eq(ranks * round + ranks * (ranks + 1) / 2).all().item<bool>()) << "round " << round;
+    }
+    group->barrier(kTest);
+  });
+}
+
 TEST_P(Conformance, AllReduceCombinesAllRanks) {
   run([&](const GroupPointer& group) {
     for (const int64_t numel : {0, 1, 3, 100, 5000, 300'001, 800'000}) {

@@ -94,7 +94,7 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
   work.number = collectives.commit(/*steps=*/3);
 
   const uint64_t first = work.number;
-  collectives.keep(first + 1, {work.tensor}, work.block);
+  collectives.keep(first + 1, {{work.tensor}, work.block});
   collectives.queue({.number = first, .value = first, .run = [work] { work.combine_own_part(); }});
   collectives.queue(
       {.number = first + 1, .counter = &RankSlot::finished, .value = first, .run = [work] { work.fetch_parts(); }});

@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "base/env.h"
 #include "base/format.h"
+#include "base/private_memory.h"
 #include "comm/memory_limit.h"
 
 namespace fsdp::shm {
@@ -54,7 +55,8 @@ void free_tensor_memory(void* memory) {
 class TensorAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t bytes) override {
-    void* memory = bytes >= Arena::kSmallestBlock ? Arena::of_process().take_for_tensor(bytes) : nullptr;
+    const bool shared = bytes >= Arena::kSmallestBlock && !PrivateMemory::wanted();
+    void* memory = shared ? Arena::of_process().take_for_tensor(bytes) : nullptr;
     if (memory) {
       c10::profiledCPUMemoryReporter().New(memory, bytes);
     } else {

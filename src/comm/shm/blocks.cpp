@@ -8,10 +8,11 @@
 namespace fsdp::shm {
 namespace {
 
-// Nearby sizes share one size, so that a freed block fits the next request: at most 1/16 more, and whole pages.
+// Nearby sizes share one size, so that a freed block fits the next request: at most 1/16 more, and whole pages. Of
+// large blocks less: what is cut from one is of use to others.
 size_t rounded(size_t bytes) {
-  const size_t step = std::max(kPage, std::bit_floor(bytes) / 16);
-  return whole(bytes, step);
+  constexpr size_t kLargestStep = size_t{256} << 10;
+  return whole(bytes, std::clamp(std::bit_floor(bytes) / 16, kPage, kLargestStep));
 }
 
 } // namespace

@@ -42,7 +42,7 @@ void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, cons
     }
   }
   const uint64_t number = collectives.commit(/*steps=*/2);
-  collectives.keep(number, {}, block);
+  collectives.keep(number, {.tensors = {}, .block = block});
   const auto run = [&] {
     if (!is_root && !is_empty) {
       fetch(*core, tensor, root, number, label);

@@ -158,9 +158,9 @@ void Collectives::await_front(const Label& label) {
   }
 }
 
-void Collectives::keep(uint64_t number, std::vector<at::Tensor> tensors, std::shared_ptr<char> block) {
-  if (!tensors.empty() || block) {
-    kept_.push_back({number, std::move(tensors), std::move(block)});
+void Collectives::keep(uint64_t number, Lent lent) {
+  if (!lent.empty()) {
+    kept_.push_back({number, std::move(lent)});
   }
 }
 
@@ -190,12 +190,19 @@ void Collectives::await_kept(size_t limit, const Label& label) {
   }
 }
 
+void Collectives::await_readers(const Step& step) {
+  members_.await_all(&RankSlot::finished, step.number, step.label);
+}
+
 namespace {
 
 class QueuedWork final : public Work {
  public:
-  QueuedWork(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step)
-      : collectives_(std::move(collectives)), last_step_(std::move(last_step)) {}
+  QueuedWork(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent)
+      : collectives_(std::move(collectives)), last_step_(std::move(last_step)), lent_(std::move(lent)) {}
+  ~QueuedWork() override {
+    collectives_->keep(last_step_->number, std::move(lent_));
+  }
 
   bool done() override {
     if (collectives_->members().failed()) {
@@ -205,22 +212,28 @@ class QueuedWork final : public Work {
       collectives_->advance();
     }
     collectives_->release_kept();
-    return last_step_->done;
+    return last_step_->done && (lent_.empty() || collectives_->all_finished(last_step_->number));
   }
   void wait() override {
     collectives_->finish(last_step_);
+    if (!lent_.empty()) {
+      collectives_->await_readers(*last_step_);
+      lent_ = {};
+    }
     collectives_->release_kept();
   }
 
  private:
   std::shared_ptr<Collectives> collectives_;
   Collectives::StepPointer last_step_;
+  Collectives::Lent lent_;
 };
 
 } // namespace
 
-std::unique_ptr<Work> make_work(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step) {
-  return std::make_unique<QueuedWork>(std::move(collectives), std::move(last_step));
+std::unique_ptr<Work> make_work(
+    std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent) {
+  return std::make_unique<QueuedWork>(std::move(collectives), std::move(last_step), std::move(lent));
 }
 
 } // namespace fsdp::shm

@@ -66,12 +66,24 @@ class Collectives final : public Errand {
   /// Waits until `step` has run.
   void finish(const StepPointer& step);
 
-  /// Keeps memory that others read until all have finished step `number`.
-  void keep(uint64_t number, std::vector<at::Tensor> tensors, std::shared_ptr<char> block);
+  /// Memory that others read.
+  struct Lent {
+    std::vector<at::Tensor> tensors;
+    std::shared_ptr<char> block;
+
+    bool empty() const {
+      return tensors.empty() && !block;
+    }
+  };
+  /// Keeps it until all have finished step `number`.
+  void keep(uint64_t number, Lent lent);
   /// Lets go of what nobody reads any more.
   void release_kept();
   /// Waits until at most `limit` collectives keep memory.
   void await_kept(size_t limit, const Label& label);
+  /// Waits until all ranks have finished `step`, so that nobody reads what it kept.
+  void await_readers(const Step& step);
+  bool all_finished(uint64_t number) const;
 
   const Post& post_of(int rank, uint64_t number) const {
     return members_.slot(rank).posts[number % RankSlot::kPosts];
@@ -83,8 +95,7 @@ class Collectives final : public Errand {
  private:
   struct Kept {
     uint64_t number;
-    std::vector<at::Tensor> tensors;
-    std::shared_ptr<char> block;
+    Lent lent;
   };
 
   void await_room(const Label& label);
@@ -95,7 +106,6 @@ class Collectives final : public Errand {
   void abandon(const std::string& reason);
   bool arrived(Step& step);
   void check_order(const Step& step, int rank) const;
-  bool all_finished(uint64_t number) const;
 
   Members& members_;
   Label label_{}; // of the collective being prepared
@@ -106,7 +116,8 @@ class Collectives final : public Errand {
   std::deque<Kept> kept_;
 };
 
-/// A collective that the caller may still wait for.
-std::unique_ptr<Work> make_work(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step);
+/// A collective that the caller may still wait for, until all ranks have read what is lent to them.
+std::unique_ptr<Work> make_work(
+    std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent = {});
 
 } // namespace fsdp::shm

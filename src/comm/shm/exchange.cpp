@@ -44,7 +44,7 @@ std::vector<std::string> exchange(
   std::vector<std::string> all;
   uint64_t flags_of_all = kWriting | kOpen;
   const uint64_t number = core->collectives.commit();
-  core->collectives.keep(number, {}, block);
+  core->collectives.keep(number, {.tensors = {}, .block = block});
   const auto read_all = [&, core = core.get()] {
     for (int r = 0; r < core->members->size(); ++r) {
       all.push_back(read(*core, r, number));

@@ -7,7 +7,7 @@
 namespace fsdp::shm {
 namespace {
 
-// How many collectives' gradients may wait for slow readers.
+// Of collectives that nobody waits for, how many may keep memory for slow readers.
 constexpr size_t kMostKept = 8;
 
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
@@ -64,7 +64,7 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
   const Publication publication(core->reach, post, parts(args, core->members->rank()));
 
   const uint64_t number = collectives.commit();
-  collectives.keep(number, args.wholes, publication.block);
+  Collectives::Lent lent{args.wholes, publication.block};
   const auto step = collectives.queue(
       {.number = number, .value = number, .run = [core = core.get(), args = std::move(args), label, number] {
          core->members->read_others(label, [&] {
@@ -73,7 +73,7 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
            }
          });
        }});
-  return make_work(collectives_of(core), step);
+  return make_work(collectives_of(core), step, std::move(lent));
 }
 
 } // namespace fsdp::shm
