@@ -1,6 +1,8 @@
 #include "engine/prediction.h"
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -65,11 +67,6 @@ size_t most_prefetched(const Unit& unit) {
   return std::max({unit.runtime().prefetched(), policy.forward_prefetch.size(), policy.backward_prefetch.size()});
 }
 
-// Those that arrive, and those in flight.
-size_t gradients_at_once(const Unit& unit) {
-  return 1 + static_cast<size_t>(unit.runtime().reducer().max_in_flight());
-}
-
 int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {
   std::sort(values.rbegin(), values.rend());
   int64_t sum = 0;
@@ -79,23 +76,49 @@ int64_t sum_of_largest(std::vector<int64_t> values, size_t count) {
   return sum;
 }
 
+// A unit's, which arrive; those of the units around it, of which some may have arrived before; and others in flight.
+int64_t most_gradients(const std::vector<Unit*>& units) {
+  std::vector<std::pair<int64_t, const Unit*>> largest;
+  int64_t in_flight = 0, most = 0;
+  for (const Unit* unit : units) {
+    largest.emplace_back(gradient_bytes(*unit), unit);
+    in_flight = std::max(in_flight, unit->runtime().reducer().max_in_flight());
+  }
+  std::sort(largest.rbegin(), largest.rend());
+  for (const Unit* unit : units) {
+    std::vector<const Unit*> arriving;
+    int64_t bytes = 0;
+    for (const Unit* each = unit; each != nullptr; each = each->parent()) {
+      arriving.push_back(each);
+      bytes += gradient_bytes(*each);
+    }
+    auto other = largest.begin();
+    for (int64_t left = in_flight; left > 0 && other != largest.end(); ++other) {
+      if (std::find(arriving.begin(), arriving.end(), other->second) == arriving.end()) {
+        bytes += other->first;
+        --left;
+      }
+    }
+    most = std::max(most, bytes);
+  }
+  return most;
+}
+
 } // namespace
 
 int64_t passing_bytes(const std::vector<Unit*>& units) {
-  std::vector<int64_t> passing, arriving, gradients;
+  std::vector<int64_t> passing, arriving;
   int64_t staying = 0, around = 0;
-  size_t ahead = 0, at_once = 0;
+  size_t ahead = 0;
   for (const Unit* unit : units) {
     (unit->reshards_after(Phase::kForward) ? passing.emplace_back() : staying) += whole_bytes(*unit);
     staying += share_bytes(*unit);
     arriving.push_back(arriving_bytes(*unit));
-    gradients.push_back(gradient_bytes(*unit));
     around = std::max(around, bytes_around(*unit));
     ahead = std::max(ahead, most_prefetched(*unit));
-    at_once = std::max(at_once, gradients_at_once(*unit));
   }
   return staying + around + sum_of_largest(passing, 2 + std::max<size_t>(ahead, 1)) +
-         sum_of_largest(arriving, 1 + ahead) + sum_of_largest(gradients, at_once);
+         sum_of_largest(arriving, 1 + ahead) + most_gradients(units);
 }
 
 } // namespace fsdp::engine::prediction

@@ -159,7 +159,8 @@ void Collectives::await_front(const Label& label) {
 }
 
 void Collectives::keep(uint64_t number, Lent lent) {
-  if (!lent.empty()) {
+  if (!lent.empty() && !members_.inherited()) { // a thread of the parent may have held the lock
+    const std::scoped_lock lock(kept_mutex_);
     kept_.push_back({number, std::move(lent)});
   }
 }
@@ -174,23 +175,31 @@ bool Collectives::all_finished(uint64_t number) const {
 }
 
 void Collectives::release_kept() {
+  std::vector<Kept> unread; // go after the lock
+  const std::scoped_lock lock(kept_mutex_);
   while (!kept_.empty() && all_finished(kept_.front().number)) {
+    unread.push_back(std::move(kept_.front()));
     kept_.pop_front();
   }
 }
 
+std::optional<uint64_t> Collectives::oldest_kept(size_t beyond) {
+  const std::scoped_lock lock(kept_mutex_);
+  return kept_.size() > beyond ? std::optional(kept_.front().number) : std::nullopt;
+}
+
 void Collectives::await_kept(size_t limit, const Label& label) {
-  while (kept_.size() > limit) {
-    const uint64_t number = kept_.front().number;
-    while (members_.mine().finished.load(std::memory_order_relaxed) < number) {
+  while (const auto number = oldest_kept(limit)) {
+    while (members_.mine().finished.load(std::memory_order_relaxed) < *number) {
       finish_first(label);
     }
-    members_.await_all(&RankSlot::finished, number, label);
+    members_.await_all(&RankSlot::finished, *number, label);
     release_kept();
   }
 }
 
-void Collectives::await_readers(const Step& step) {
+void Collectives::await_all_finished(const Step& step) {
+  members_.throw_if_failed(step.label); // also in a forked child, which must not look at the others
   members_.await_all(&RankSlot::finished, step.number, step.label);
 }
 
@@ -217,7 +226,7 @@ class QueuedWork final : public Work {
   void wait() override {
     collectives_->finish(last_step_);
     if (!lent_.empty()) {
-      collectives_->await_readers(*last_step_);
+      collectives_->await_all_finished(*last_step_);
       lent_ = {};
     }
     collectives_->release_kept();

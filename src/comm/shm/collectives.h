@@ -5,6 +5,8 @@
 #include <deque>
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -75,14 +77,14 @@ class Collectives final : public Errand {
       return tensors.empty() && !block;
     }
   };
-  /// Keeps it until all have finished step `number`.
+  /// Keeps it until all have finished step `number`. On any thread: the owner of a Work may go on any.
   void keep(uint64_t number, Lent lent);
   /// Lets go of what nobody reads any more.
   void release_kept();
   /// Waits until at most `limit` collectives keep memory.
   void await_kept(size_t limit, const Label& label);
-  /// Waits until all ranks have finished `step`, so that nobody reads what it kept.
-  void await_readers(const Step& step);
+  /// Waits until all ranks have finished `step`, so that nobody reads what was lent for it.
+  void await_all_finished(const Step& step);
   bool all_finished(uint64_t number) const;
 
   const Post& post_of(int rank, uint64_t number) const {
@@ -102,6 +104,7 @@ class Collectives final : public Errand {
   void finish_first(const Label& label);
   void await_front(const Label& label);
   StepPointer front() const;
+  std::optional<uint64_t> oldest_kept(size_t beyond);
   void run_front(Leftovers& leftovers);
   void abandon(const std::string& reason);
   bool arrived(Step& step);
@@ -113,6 +116,7 @@ class Collectives final : public Errand {
   uint64_t last_ = 0; // number of the last collective posted
   uint64_t room_until_ = RankSlot::kPosts - 1;
   std::deque<StepPointer> queue_;
+  std::mutex kept_mutex_; // of the next
   std::deque<Kept> kept_;
 };
 

@@ -181,7 +181,7 @@ class SharedHome final : public Home {
       const WithoutCallersLock no_callers_lock;
       core.unseen_writes.end();
       core.phases.begin_write(label);
-      core.collectives.release_kept(); // the others have read this step's gradients
+      core.collectives.release_kept(); // the others have read all that was given to them
     }
   }
 

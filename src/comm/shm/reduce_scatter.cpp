@@ -33,6 +33,17 @@ std::vector<Publication::Part> parts(const ReduceScatter& args, int rank) {
   return parts;
 }
 
+// What others read; a tensor that was copied for them is not.
+Collectives::Lent lend(const Reach& reach, const ReduceScatter& args, const Publication& publication) {
+  Collectives::Lent lent{.tensors = {}, .block = publication.block};
+  for (const at::Tensor& whole : args.wholes) {
+    if (reach.covers(whole.const_data_ptr())) {
+      lent.tensors.push_back(whole);
+    }
+  }
+  return lent;
+}
+
 // Sums this rank's slice of one tensor.
 void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64_t number) {
   const Cut& cut = args.cuts[index];
@@ -64,7 +75,7 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
   const Publication publication(core->reach, post, parts(args, core->members->rank()));
 
   const uint64_t number = collectives.commit();
-  Collectives::Lent lent{args.wholes, publication.block};
+  Collectives::Lent lent = lend(core->reach, args, publication);
   const auto step = collectives.queue(
       {.number = number, .value = number, .run = [core = core.get(), args = std::move(args), label, number] {
          core->members->read_others(label, [&] {
