@@ -78,6 +78,8 @@ TEST(ShmFork, AChildHasNoShards) {
 TEST(ShmFork, AChildIsToldThatItIsNoRank) {
   on_processes(2, [] {
     Sharded unit;
+    auto read = start_reduce(*unit.group, {.numels = {1000}});
+    unit.group->barrier(kTest); // and nobody has waited for it
     auto pending = start_reduce(*unit.group, {.numels = {100'000}});
     const int status = status_of_child([&] {
       EXPECT_TRUE(mentions(error_message([&] { unit.group->barrier(kTest); }), "a forked child"));
@@ -85,12 +87,14 @@ TEST(ShmFork, AChildIsToldThatItIsNoRank) {
       EXPECT_TRUE(mentions(error_message([&] { unit.home->begin_write(kTest); }), "a forked child"));
       EXPECT_TRUE(mentions(error_message([&] { unit.gathered->wait(); }), "a forked child"));
       EXPECT_TRUE(mentions(error_message([&] { pending.work->wait(); }), "a forked child"));
+      EXPECT_TRUE(mentions(error_message([&] { read.work->wait(); }), "a forked child"));
       EXPECT_TRUE(pending.work->done()) << "a wait would throw, not block";
       unit.group->abort("no business of the parent");
     });
     EXPECT_EQ(status, 0);
     pending.work->wait();
     pending.expect_equal();
+    read.work->wait();
     unit.group->barrier(kTest);
   });
 }

@@ -230,5 +230,27 @@ TEST(ShmMemory, ARankMayReadAlone) {
   on_threads(3, body);
 }
 
+// Python's garbage collector takes owners on whatever thread it runs.
+TEST(ShmMemory, WhatNobodyWaitedForMayGoOnAnyThread) {
+  on_processes(2, [] {
+    const auto group = join_processes(process_folder(), std::chrono::seconds(60));
+    for (int round = 0; round < 100; ++round) {
+      std::vector<std::unique_ptr<Work>> left;
+      for (int i = 0; i < 20; ++i) {
+        left.push_back(start_reduce(*group, {.numels = {50}, .simple = true}).work);
+      }
+      group->barrier(kTest); // all have been read
+      std::thread owner([&] { left.clear(); });
+      for (int i = 0; i < 20; ++i) {
+        auto reduced = start_reduce(*group, {.numels = {50}, .seed = i, .simple = true});
+        reduced.work->wait();
+        reduced.expect_equal();
+      }
+      owner.join();
+    }
+    group->barrier(kTest);
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

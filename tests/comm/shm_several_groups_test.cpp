@@ -11,10 +11,13 @@ constexpr auto kTimeout = std::chrono::seconds(10);
 void cross(Group& x, Group& y) {
   const at::Tensor sum = at::ones({100'000});
   const auto work = x.all_reduce(sum, ReduceOp::kSum, 1, kTest);
+  const auto reduced = start_reduce(x, {.numels = {100'000}, .simple = true});
   if (x.rank() == 0) {
     y.barrier(kTest);
   }
   work->wait();
+  reduced.work->wait(); // until rank 0 has read it, too
+  reduced.expect_equal();
   if (x.rank() != 0) {
     y.barrier(kTest);
   }
