@@ -26,8 +26,9 @@ struct FSDP_API Description {
   std::vector<UnitDescription> units;
   int64_t bytes_shard = 0; ///< all shards of this rank
   /// The most that parameters and gradients take on this rank at any time of a step: shards, their gradients, whole
-  /// units, gradients in flight. Optimizer state comes on top, and what collectives need for themselves: nothing on
-  /// shared memory, a buffer of a unit's size over c10d.
+  /// units, gradients in flight. Optimizer state comes on top, and what collectives need for themselves: a buffer of a
+  /// unit's size over c10d; nothing on shared memory, but for copies of gradients that are not in the memory that ranks
+  /// share (small ones).
   int64_t bytes_peak = 0;
   /// A table for people.
   std::string str() const;

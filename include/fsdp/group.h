@@ -90,7 +90,8 @@ struct HomeOptions {
   bool rewritten = false; ///< slices are written anew before every gather: other ranks read copies of them
 };
 
-/// Sum each rank's whole tensors and keep this rank's slices of the sums.
+/// Sum each rank's whole tensors and keep this rank's slices of the sums. Where ranks read them in place, `wait` lasts
+/// until all have: until each has come to a wait of its own, in this group or another.
 struct ReduceScatter {
   std::vector<at::Tensor>
       wholes; ///< contiguous, one dtype; may be overwritten; not to be written before `wait` returns

@@ -164,7 +164,6 @@ TEST(MemoryOfGradients, OfTheUnitsAroundCountsToo) {
     model->forward(torch::ones({2, 64})).sum().backward();
     const int64_t bytes = int64_t{64} * 64 * 4;
     EXPECT_EQ(most, 3 * bytes) << "the head's, the layer's, and one that is reduced";
-    EXPECT_LE(most, engine::prediction::passing_bytes(root.unit()->runtime().units()));
     EXPECT_EQ(engine::prediction::passing_bytes(root.unit()->runtime().units()), 4 * bytes);
   });
 }

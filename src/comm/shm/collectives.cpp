@@ -215,7 +215,7 @@ class QueuedWork final : public Work {
 
   bool done() override {
     if (collectives_->members().failed()) {
-      return true; // `wait` throws at once, unless it was done before
+      return true; // `wait` would not block: it throws, or nothing is left to wait for
     }
     if (!last_step_->done) {
       collectives_->advance();
