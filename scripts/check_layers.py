@@ -49,6 +49,7 @@ PUBLIC = {
     "module_ref": "base",
     "optim": "optim",
     "optim_state_dict": "state",
+    "optim_state_forms": "state",
     "policy": "engine",
     "safetensors": "checkpoint",
     "save": "checkpoint",

@@ -18,6 +18,7 @@
 #include <fsdp/module_ref.h>
 #include <fsdp/optim.h>
 #include <fsdp/optim_state_dict.h>
+#include <fsdp/optim_state_forms.h>
 #include <fsdp/policy.h>
 #include <fsdp/safetensors.h>
 #include <fsdp/save.h>

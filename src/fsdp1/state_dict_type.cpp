@@ -15,6 +15,7 @@
 #include "fsdp1/fsdp_instance.h"
 #include "nn/slots.h"
 #include "state/comparison.h"
+#include "state/optim_pieces.h"
 
 namespace fsdp {
 
@@ -261,6 +262,14 @@ AnyOptimStateDict optim_state_dict(ModuleRef given, const torch::optim::Optimize
     }
   }
   return state;
+}
+
+ShardedOptimStateDict optim_state_dict_to_load(
+    ModuleRef module, const torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state) {
+  const state::OptimizerOfModel here(module, optimizer, "optim_state_dict_to_load");
+  const auto* whole = std::get_if<OptimStateDict>(&state);
+  return whole != nullptr ? pieces_of_whole(here, *whole)
+                          : pieces_of_all_ranks(here, std::get<ShardedOptimStateDict>(state));
 }
 
 void load_optim_state_dict(ModuleRef given, torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state) {

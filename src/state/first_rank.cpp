@@ -8,23 +8,27 @@
 
 namespace fsdp::state {
 
-FromFirstRank::FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation)
-    : label_{operation, ""}, is_first_(is_first_rank(tensors)) {
+std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation) {
+  std::optional<Mesh> all;
   for (const auto& tensor : tensors) {
     if (tensor.param == nullptr) {
       continue;
     }
     const Mesh& mesh = tensor.param->bucket().options().mesh;
     FSDP_CHECK(
-        !mesh_ || *mesh_ == mesh,
-        "[{}] broadcast_from_rank0 needs all parameters on one mesh, but these lie on {} and {}: give the values on "
-        "every rank",
+        !all || *all == mesh,
+        "[{}] values go from rank to rank only where all parameters are on one mesh, but these lie on {} and {}: give "
+        "whole values on every rank",
         operation,
-        mesh_->str(),
+        all->str(),
         mesh.str());
-    mesh_ = mesh;
+    all = mesh;
   }
+  return all;
 }
+
+FromFirstRank::FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation)
+    : label_{operation, ""}, is_first_(is_first_rank(tensors)), mesh_(mesh_of(tensors, operation)) {}
 
 std::string FromFirstRank::text(std::string mine) const {
   for (int dim = mesh_ ? mesh_->ndim() - 1 : -1; dim >= 0; --dim) {

@@ -13,6 +13,9 @@
 
 namespace fsdp::state {
 
+/// On which all of these lie; unset where nothing is sharded. An Error if they lie on several.
+std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation);
+
 /// Where the first rank has all values: its word, and its tensors, go to the others of the mesh on which a model lies.
 class FromFirstRank {
  public:

@@ -186,25 +186,33 @@ class Comparison {
 };
 
 template <typename Dict>
-void check(const OptimizerByName& by_name, const Dict& dict, const torch::optim::Optimizer& optimizer) {
+void check(
+    const OptimizerByName& by_name, const Dict& dict, const torch::optim::Optimizer& optimizer, const char* operation) {
   const Lines lines = Comparison<Dict>(by_name, dict, optimizer).lines();
   FSDP_CHECK(
       lines.empty(),
-      "[load_optim_state_dict] the state is another optimizer's, and none was loaded:\n{}\nBuild the model and the "
+      "[{}] the state is another optimizer's, and none was loaded:\n{}\nBuild the model and the "
       "optimizer from which it was taken, with the same groups",
+      operation,
       join(lines, "\n"));
 }
 
 } // namespace
 
 void check_optim_state(
-    const OptimizerByName& by_name, const OptimStateDict& dict, const torch::optim::Optimizer& optimizer) {
-  check(by_name, dict, optimizer);
+    const OptimizerByName& by_name,
+    const OptimStateDict& dict,
+    const torch::optim::Optimizer& optimizer,
+    const char* operation) {
+  check(by_name, dict, optimizer, operation);
 }
 
 void check_optim_state(
-    const OptimizerByName& by_name, const ShardedOptimStateDict& dict, const torch::optim::Optimizer& optimizer) {
-  check(by_name, dict, optimizer);
+    const OptimizerByName& by_name,
+    const ShardedOptimStateDict& dict,
+    const torch::optim::Optimizer& optimizer,
+    const char* operation) {
+  check(by_name, dict, optimizer, operation);
 }
 
 } // namespace fsdp::state

@@ -4,7 +4,7 @@
 #include <unordered_set>
 
 #include <ATen/core/ivalue_inl.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include "base/check.h"
@@ -44,16 +44,23 @@ Named decode_named(const IValue& encoded) {
 
 IValue encode(const at::Tensor& tensor) {
   std::vector<IValue> sizes(tensor.sizes().begin(), tensor.sizes().end());
-  return tuple({static_cast<int64_t>(tensor.scalar_type()), tuple(std::move(sizes))});
+  std::vector<IValue> strides(tensor.strides().begin(), tensor.strides().end());
+  return tuple({static_cast<int64_t>(tensor.scalar_type()), tuple(std::move(sizes)), tuple(std::move(strides))});
+}
+
+std::vector<int64_t> decode_numbers(const IValue& encoded) {
+  std::vector<int64_t> numbers;
+  for (const auto& number : elements_of(encoded)) {
+    numbers.push_back(number.toInt());
+  }
+  return numbers;
 }
 
 at::Tensor decode_tensor(const IValue& encoded) {
-  std::vector<int64_t> sizes;
-  for (const auto& size : elements_of(elements_of(encoded)[1])) {
-    sizes.push_back(size.toInt());
-  }
-  const auto dtype = static_cast<c10::ScalarType>(elements_of(encoded)[0].toInt());
-  return at::empty(sizes, at::TensorOptions().dtype(dtype).device(c10::kMeta));
+  const auto& [dtype, sizes, strides] =
+      std::tie(elements_of(encoded)[0], elements_of(encoded)[1], elements_of(encoded)[2]);
+  const auto options = at::TensorOptions().dtype(static_cast<c10::ScalarType>(dtype.toInt())).device(c10::kMeta);
+  return at::empty_strided(decode_numbers(sizes), decode_numbers(strides), options);
 }
 
 IValue encode(const ParamState& state) {

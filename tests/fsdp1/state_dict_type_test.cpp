@@ -249,6 +249,13 @@ TEST_P(StateDictTypes, AreThoseOfOptimizersToo) {
       step(model, optimizer);
       step(other, others);
       expect_equal(whole_values(other), whole_values(model));
+      const auto later = optim_state_dict(model, optimizer);
+      step(model, optimizer);
+      load_optim_state_dict(model, optimizer, optim_state_dict_to_load(model, optimizer, later));
+      load_state_dict(model, state_dict(other));
+      step(model, optimizer);
+      step(other, others);
+      expect_equal(whole_values(other), whole_values(model));
     }
   });
 }
