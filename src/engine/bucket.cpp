@@ -61,10 +61,9 @@ bool Bucket::has_values() const {
          std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
 }
 
-void Bucket::settle(const Unit& unit) {
+void Bucket::settle(const Label& label) {
   group_users::stop_readers(*gather_group);
   drop_share();
-  const Label label = unit.label("fully_shard");
   auto home = make_home(*gather_group, pieces(), options_.offload, label);
   home->begin_write(label);
   const c10::Device device = options_.offload ? c10::Device(c10::kCPU) : options_.device;

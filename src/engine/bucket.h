@@ -72,7 +72,7 @@ class Bucket {
   /// Whether a gather needs the other ranks: not where all slices are read in place.
   virtual bool gathers_together() const;
   /// Gives the shards their memory, those excepted that are on the meta device. Collective.
-  virtual void settle(const Unit& unit);
+  virtual void settle(const Label& label);
   /// From now on, `keep_share` keeps the whole among `ranks` neighbours. Collective.
   virtual void settle_among(int ranks, const Label& label);
 

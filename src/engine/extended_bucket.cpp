@@ -64,13 +64,12 @@ void ExtendedBucket::add(Param* param, std::shared_ptr<GatherExtension> extensio
   parts_.emplace_back();
 }
 
-void ExtendedBucket::settle(const Unit& unit) {
+void ExtendedBucket::settle(const Label& label) {
   for (size_t i = 0; i < params().size(); ++i) {
     if (!params()[i]->on_meta()) {
       settle(i);
     }
   }
-  const Label label = unit.label("fully_shard");
   check_alike(label);
   home_ = gather_group->make_home(pieces(), {options().device, false, false, /*rewritten=*/true}, label);
 }

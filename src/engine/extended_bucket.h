@@ -23,7 +23,7 @@ class ExtendedBucket final : public Bucket {
   bool gathers_together() const override {
     return true;
   }
-  void settle(const Unit& unit) override;
+  void settle(const Label& label) override;
   void settle_among(int, const Label&) override {} // a smaller copy of what was sent would have to be sent again
   void gather(const Label& label) override;
   void wait() override;

@@ -31,13 +31,13 @@ void check_one_dtype(const std::vector<NamedDtype>& parameters) {
       other->name);
 }
 
-void FlatBucket::settle(const Unit& unit) {
+void FlatBucket::settle(const Label& label) {
   std::vector<NamedDtype> dtypes;
   for (const Param* param : params()) {
     dtypes.push_back({param->name(), param->shard_dtype()});
   }
   check_one_dtype(dtypes);
-  Bucket::settle(unit);
+  Bucket::settle(label);
   if (shown_as_one_ && !flat_shard_) {
     flat_shard_ = std::make_shared<FlatShard>(*this);
     for (Param* param : params()) {

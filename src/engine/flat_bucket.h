@@ -20,7 +20,7 @@ class FlatBucket final : public Bucket {
  public:
   /// `shown_as_one`: users see one flat shard in place of the parameters'.
   FlatBucket(BucketOptions options, bool shown_as_one) : Bucket(std::move(options)), shown_as_one_(shown_as_one) {}
-  void settle(const Unit& unit) override;
+  void settle(const Label& label) override;
   void settle_among(int, const Label&) override {} // a flat unit is gathered among all, always
   bool lies_well(const Param& param) const override;
   void values_change(Param& param) override;

@@ -113,7 +113,7 @@ void Unit::look_for_params_on_meta() {
 }
 
 void Unit::settle(Bucket& bucket, const char* operation) {
-  bucket.settle(*this);
+  bucket.settle(label(operation));
   if (runtime_) {
     runtime_->shards_change(); // they were copied to where they are now
   }
@@ -426,7 +426,7 @@ void Unit::settle_replaced_shards() {
     const bool new_values =
         std::any_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); });
     if (new_values && bucket->has_values()) {
-      settle(*bucket, "settle replaced shards");
+      settle(*bucket, "take over data given to parameters");
     }
   }
 }
@@ -440,7 +440,7 @@ void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
   for (auto& bucket : buckets_) {
     bucket->set_param_dtype(param_dtype);
     if (bucket->has_values()) {
-      settle(*bucket, "train or eval");
+      settle(*bucket, "change of dtype in train() or eval()");
     }
   }
 }

@@ -555,5 +555,26 @@ TEST(Errors, ShardsReplacedByWholeTensors) {
       {"the shard of 'weight' was replaced", "this rank's piece"});
 }
 
+void give_data_and_train(bool to_empty_parts) {
+  nn::ParameterList model;
+  model->append(torch::ones({1}).requires_grad_());
+  fully_shard(*model);
+  at::Tensor part = model->parameters()[0];
+  if (to_empty_parts || part.numel() > 0) {
+    part.set_data(part.detach() * 2);
+  }
+  const auto loss = (model[0] * 3).sum();
+  loss.backward();
+  EXPECT_EQ(loss.item<float>(), 6);
+}
+
+TEST(Errors, DataGivenToParametersOnSomeRanks) {
+  expect_error(
+      2,
+      [] { give_data_and_train(/*to_empty_parts=*/false); },
+      {"take over data given to parameters of '(root)'", "all ranks must call the same"});
+  on_threads(3, [] { give_data_and_train(/*to_empty_parts=*/true); });
+}
+
 } // namespace
 } // namespace fsdp::testing
