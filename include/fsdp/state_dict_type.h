@@ -84,7 +84,7 @@ FSDP_API IncompatibleKeys
 load_state_dict(ModuleRef module, const AnyStateDict& state, const LoadStateDictOptions& options = {});
 FSDP_API AnyOptimStateDict optim_state_dict(ModuleRef module, const torch::optim::Optimizer& optimizer);
 /// This rank's pieces of either, for this model's sharding, as `load_optim_state_dict` takes them. Collective for
-/// pieces.
+/// pieces, and where by the settings the first rank alone has the whole state, as is loading it.
 FSDP_API ShardedOptimStateDict
 optim_state_dict_to_load(ModuleRef module, const torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state);
 FSDP_API void load_optim_state_dict(

@@ -426,7 +426,7 @@ void Unit::settle_replaced_shards() {
     const bool new_values =
         std::any_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); });
     if (new_values && bucket->has_values()) {
-      settle(*bucket, "take over data given to parameters");
+      settle(*bucket, "data given to parameters");
     }
   }
 }
@@ -440,7 +440,7 @@ void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
   for (auto& bucket : buckets_) {
     bucket->set_param_dtype(param_dtype);
     if (bucket->has_values()) {
-      settle(*bucket, "change of dtype in train() or eval()");
+      settle(*bucket, "train or eval");
     }
   }
 }

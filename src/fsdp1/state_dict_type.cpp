@@ -170,6 +170,13 @@ ShardedStateDict sharded_state(torch::nn::Module& module, const ShardedStateDict
   return copies;
 }
 
+/// What `optim_state_dict` gives by the settings.
+bool is_of_first_rank(torch::nn::Module& module) {
+  const OptimStateDictConfig config = effective_settings(module).optim_state_dict_config;
+  const auto* full = std::get_if<FullOptimStateDictConfig>(&config);
+  return full != nullptr && full->rank0_only;
+}
+
 } // namespace
 
 StateDictSettings set_state_dict_type(
@@ -265,16 +272,23 @@ AnyOptimStateDict optim_state_dict(ModuleRef given, const torch::optim::Optimize
 }
 
 ShardedOptimStateDict optim_state_dict_to_load(
-    ModuleRef module, const torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state) {
+    ModuleRef given, const torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state) {
+  torch::nn::Module& module = given.for_operation("optim_state_dict_to_load");
   const state::OptimizerOfModel here(module, optimizer, "optim_state_dict_to_load");
   const auto* whole = std::get_if<OptimStateDict>(&state);
-  return whole != nullptr ? pieces_of_whole(here, *whole)
-                          : pieces_of_all_ranks(here, std::get<ShardedOptimStateDict>(state));
+  if (whole == nullptr) {
+    return pieces_of_all_ranks(here, std::get<ShardedOptimStateDict>(state));
+  }
+  return is_of_first_rank(module) ? pieces_of_first_rank(here, *whole) : pieces_of_whole(here, *whole);
 }
 
 void load_optim_state_dict(ModuleRef given, torch::optim::Optimizer& optimizer, const AnyOptimStateDict& state) {
   torch::nn::Module& module = given.for_operation("load_optim_state_dict");
-  std::visit([&](const auto& dict) { load_optim_state_dict(module, optimizer, dict); }, state);
+  if (const auto* pieces = std::get_if<ShardedOptimStateDict>(&state)) {
+    return load_optim_state_dict(module, optimizer, *pieces);
+  }
+  load_optim_state_dict(
+      module, optimizer, std::get<OptimStateDict>(state), {.broadcast_from_rank0 = is_of_first_rank(module)});
 }
 
 } // namespace fsdp

@@ -16,11 +16,17 @@ namespace fsdp::state {
 /// On which all of these lie; unset where nothing is sharded. An Error if they lie on several.
 std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation);
 
+/// What all ranks of a mesh say. Collective.
+std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label);
+
 /// Where the first rank has all values: its word, and its tensors, go to the others of the mesh on which a model lies.
 class FromFirstRank {
  public:
   FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation);
 
+  bool is_first() const {
+    return is_first_;
+  }
   /// The first rank's. Collective.
   std::string text(std::string mine) const;
   /// Likewise, on the mesh's device. `mine` is of no interest on the other ranks, where it may be null.

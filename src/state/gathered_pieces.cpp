@@ -1,13 +1,16 @@
 #include "state/gathered_pieces.h"
 
 #include <algorithm>
+#include <exception>
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/accumulate.h>
 
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "state/first_rank.h"
+#include "state/optim_comparison.h"
 #include "state/optim_outline.h"
 
 namespace fsdp::state {
@@ -16,7 +19,8 @@ namespace {
 
 using ShardedState = ShardedOptimStateDict::ParamState;
 
-// An optimizer that keeps a state of every parameter has one where the rank has no element: it is never updated.
+// An optimizer that keeps a state of every parameter has one where the rank has no element: it was perhaps never
+// updated.
 bool tells_something(const ShardedState& state) {
   return state.tensors.empty() || std::any_of(state.tensors.begin(), state.tensors.end(), [](const auto& item) {
            const HeldTensor& piece = item.second;
@@ -24,10 +28,101 @@ bool tells_something(const ShardedState& state) {
          });
 }
 
-OptimStateDict outline_of(const ShardedOptimStateDict& pieces) {
+void check_alike(const OptimStateDict& all, const OptimStateDict& of_rank, const char* operation) {
+  for (const auto& item : of_rank.state) {
+    const auto* known = all.state.find(item.key());
+    for (const auto& [key, tensor] : item.value().tensors) {
+      const auto found = known != nullptr ? known->tensors.find(key) : item.value().tensors.end();
+      FSDP_CHECK(
+          known == nullptr || found == known->tensors.end() ||
+              (found->second.sizes() == tensor.sizes() && found->second.strides() == tensor.strides()),
+          "[{}] '{}' of '{}' has sizes {} and strides {} on one rank, {} and {} on another: give pieces of one model",
+          operation,
+          key,
+          item.key(),
+          found->second.sizes(),
+          found->second.strides(),
+          tensor.sizes(),
+          tensor.strides());
+    }
+  }
+}
+
+/// The sum of elements' indices in the whole tells, beside their number, whether each is there once; modulo 2^64.
+uint64_t sum_of_indices(const Extent& extent) {
+  const auto first = static_cast<uint64_t>(extent.first), run = static_cast<uint64_t>(extent.run);
+  const auto stride = static_cast<uint64_t>(extent.stride);
+  uint64_t sum = 0;
+  for (uint64_t i = 0; i < static_cast<uint64_t>(extent.count); ++i) {
+    sum += run * (first + i * stride);
+  }
+  const uint64_t within = run % 2 == 0 ? run / 2 * (run - 1) : (run - 1) / 2 * run; // of one run
+  return sum + static_cast<uint64_t>(extent.count) * within;
+}
+
+struct Elements {
+  uint64_t count = 0, indices = 0;
+  bool operator==(const Elements&) const = default;
+};
+
+Elements elements_of(const Extent& extent) {
+  return {static_cast<uint64_t>(extent.numel()), sum_of_indices(extent)};
+}
+
+/// Numbers whose sums are exact, whatever the bits mean: as wide as possible, since few backends sum bytes.
+c10::ScalarType integers_of(const at::Tensor& tensor) {
+  return tensor.nbytes() % sizeof(int32_t) == 0 ? c10::kInt : c10::kByte;
+}
+
+} // namespace
+
+GatheredPieces::GatheredPieces(const OptimizerOfModel& here, const ShardedOptimStateDict& mine)
+    : here_(here),
+      mine_(mine),
+      label_{here.operation, ""},
+      is_first_(is_first_rank(here.tensors)),
+      mesh_(mesh_of(here.tensors, here.operation)) {
+  const engine::InternalScope scope;
+  for (const auto& item : mine_.state) {
+    if (is_own(item.key(), item.value())) {
+      own_.insert(item.key());
+    }
+  }
+  agree_on_outline();
+  check_complete();
+  for (auto& item : outline_of(mine_, /*own=*/true).state) {
+    outline_.state.insert(item.key(), item.value());
+  }
+  check_fits();
+}
+
+const HeldTensor* GatheredPieces::mine(const std::string& name, const std::string& key) const {
+  const auto* state = mine_.state.find(name);
+  if (state == nullptr) {
+    return nullptr;
+  }
+  const auto found = state->tensors.find(key);
+  return found == state->tensors.end() ? nullptr : &found->second;
+}
+
+bool GatheredPieces::is_own(const std::string& name, const ShardedState& state) const {
+  const NamedTensor* param = here_.by_name.find(name);
+  return param != nullptr && param->param == nullptr &&
+         std::none_of(state.tensors.begin(), state.tensors.end(), [](const auto& item) { return item.second.mesh; });
+}
+
+bool GatheredPieces::gives(const HeldTensor& piece) const {
+  return !mesh_ || (piece.mesh ? piece.first_replica : is_first_);
+}
+
+std::vector<std::string> GatheredPieces::from_all_ranks(const std::string& text) const {
+  return mesh_ ? state::from_all_ranks(*mesh_, text, label_) : std::vector<std::string>{text};
+}
+
+OptimStateDict GatheredPieces::outline_of(const ShardedOptimStateDict& pieces, bool own) const {
   OptimStateDict outline;
   for (const auto& item : pieces.state) {
-    if (!tells_something(item.value())) {
+    if ((own_.count(item.key()) != 0) != own || (mesh_ && !tells_something(item.value()))) {
       continue;
     }
     OptimStateDict::ParamState state{.scalars = item.value().scalars};
@@ -43,39 +138,26 @@ OptimStateDict outline_of(const ShardedOptimStateDict& pieces) {
   return outline;
 }
 
-} // namespace
-
-GatheredPieces::GatheredPieces(const OptimizerOfModel& here, const ShardedOptimStateDict& mine)
-    : mine_(mine),
-      label_{here.operation, ""},
-      is_first_(is_first_rank(here.tensors)),
-      mesh_(mesh_of(here.tensors, here.operation)),
-      outline_(outline_of(mine)) {
-  const engine::InternalScope scope;
-  agree_on_outline();
-  check_complete();
-}
-
-const HeldTensor* GatheredPieces::mine(const std::string& name, const std::string& key) const {
-  const auto* state = mine_.state.find(name);
-  if (state == nullptr) {
-    return nullptr;
-  }
-  const auto found = state->tensors.find(key);
-  return found == state->tensors.end() ? nullptr : &found->second;
-}
-
-bool GatheredPieces::gives(const HeldTensor& piece) const {
-  return !mesh_ || (piece.mesh ? piece.first_replica : is_first_);
-}
-
 void GatheredPieces::agree_on_outline() {
-  for (int dim = mesh_ ? mesh_->ndim() - 1 : -1; dim >= 0; --dim) {
-    std::vector<OptimStateDict> of_ranks;
-    for (const auto& text : mesh_->group(dim)->exchange(encode(outline_), label_)) {
-      of_ranks.push_back(decode(text));
-    }
-    outline_.state = merge(of_ranks, label_.operation).state;
+  for (const auto& text : from_all_ranks(encode(outline_of(mine_, /*own=*/false)))) {
+    OptimStateDict of_rank = decode(text);
+    auto groups = std::move(outline_.param_groups.empty() ? of_rank.param_groups : outline_.param_groups);
+    check_alike(outline_, of_rank, label_.operation);
+    outline_ = merge({std::move(outline_), std::move(of_rank)}, label_.operation);
+    outline_.param_groups = std::move(groups);
+  }
+}
+
+// What is a rank's own may be wrong on that rank alone, but no rank is to wait for it.
+void GatheredPieces::check_fits() const {
+  std::string wrong;
+  try {
+    check_optim_state(here_.by_name, outline_, here_.optimizer, label_.operation);
+  } catch (const std::exception& error) {
+    wrong = error.what();
+  }
+  for (const auto& text : from_all_ranks(wrong)) {
+    FSDP_CHECK(text.empty(), "{}", text);
   }
 }
 
@@ -84,27 +166,33 @@ void GatheredPieces::check_complete() const {
   for (const auto& item : outline_.state) {
     for (const auto& [key, like] : item.value().tensors) {
       const HeldTensor* piece = mine(item.key(), key);
-      given.push_back(piece != nullptr && gives(*piece) ? piece->local.numel() : 0);
+      const Elements elements = piece != nullptr && gives(*piece) ? elements_of(piece->extent) : Elements();
+      given.push_back(static_cast<int64_t>(elements.count));
+      given.push_back(static_cast<int64_t>(elements.indices));
     }
   }
-  const at::Tensor counts = at::tensor(given, at::kLong);
-  const at::Tensor on_device = mesh_ ? counts.to(mesh_->device()) : counts;
+  if (given.empty()) {
+    return;
+  }
+  const at::Tensor numbers = at::tensor(given, at::kLong);
+  const at::Tensor on_device = mesh_ ? numbers.to(mesh_->device()) : numbers;
   sum_over_ranks(on_device);
   const at::Tensor sums = on_device.cpu();
-  size_t index = 0;
+  const auto* sum = sums.const_data_ptr<int64_t>();
   for (const auto& item : outline_.state) {
     for (const auto& [key, like] : item.value().tensors) {
-      const int64_t sum = sums.const_data_ptr<int64_t>()[index++];
+      const Elements there{static_cast<uint64_t>(sum[0]), static_cast<uint64_t>(sum[1])};
       FSDP_CHECK(
-          sum == like.numel(),
-          "[{}] the ranks of {} have {} of the {} elements of '{}' of '{}': give the pieces of a sharding over the "
-          "same ranks, or take a full_optim_state_dict, which goes into any",
+          there == elements_of(Extent::one_run(0, like.numel())),
+          "[{}] of '{}' of '{}' the ranks of {} have {} elements where each of {} is needed once: give the pieces of "
+          "a sharding over the same ranks, each rank its own, or take a full_optim_state_dict, which goes into any",
           label_.operation,
-          mesh_ ? mesh_->str() : "a model that is not sharded",
-          sum,
-          like.numel(),
           key,
-          item.key());
+          item.key(),
+          mesh_ ? mesh_->str() : "a model that is not sharded",
+          there.count,
+          like.numel());
+      sum += 2;
     }
   }
 }
@@ -115,17 +203,23 @@ void GatheredPieces::sum_over_ranks(const at::Tensor& numbers) const {
   }
 }
 
-// Each element comes from one rank, and zeros from the others: sums of their bytes keep all bits.
+// Each element comes from one rank, and zeros from the others: sums of what their bits are as integers keep them.
 at::Tensor GatheredPieces::whole(const std::string& name, const std::string& key, const at::Tensor& like) const {
-  const engine::InternalScope scope;
   const HeldTensor* piece = mine(name, key);
+  if (own_.count(name) != 0) {
+    return piece->local;
+  }
+  const engine::InternalScope scope;
   const auto device = mesh_ ? mesh_->device() : piece->local.device();
   const at::Tensor whole = at::empty_strided(like.sizes(), like.strides(), like.options().device(device)).zero_();
-  if (piece != nullptr && gives(*piece)) {
-    const Extent all = Extent::one_run(0, whole.numel());
-    whole.copy_(layout::taken_from(as_piece(*piece), {whole.sizes(), whole.strides(), all, whole}));
+  if (piece != nullptr && gives(*piece) && piece->local.numel() > 0) {
+    const Extent& extent = piece->extent;
+    whole.as_strided({extent.count, extent.run}, {extent.stride, 1}, extent.first)
+        .copy_(layout::in_memory_order(as_piece(*piece)).reshape({extent.count, extent.run}));
   }
-  sum_over_ranks(whole.as_strided({whole.numel()}, {1}).view(c10::kByte));
+  if (whole.numel() > 0) {
+    sum_over_ranks(whole.as_strided({whole.numel()}, {1}).view(integers_of(whole)));
+  }
   return whole;
 }
 

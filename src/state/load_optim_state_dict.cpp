@@ -24,14 +24,16 @@ at::Tensor piece_of(const HeldTensor& there, const NamedTensor& param) {
 
 /// `may_keep`: tensors of `dict`.
 state::MadeState make_of_pieces(
-    ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict, bool may_keep) {
-  const state::OptimizerOfModel model(module, optimizer, kLoad);
-  state::check_optim_state(model.by_name, dict, optimizer, kLoad);
+    const state::OptimizerOfModel& here,
+    torch::optim::Optimizer& optimizer,
+    const ShardedOptimStateDict& dict,
+    bool may_keep) {
+  state::check_optim_state(here.by_name, dict, optimizer, kLoad);
   const c10::NoGradGuard no_grad;
   const engine::InternalScope scope;
   state::NewState wanted;
   for (const auto& item : dict.state) {
-    const NamedTensor& param = *model.by_name.find(item.key());
+    const NamedTensor& param = *here.by_name.find(item.key());
     auto& [named, state] =
         wanted.params.emplace_back(&param, OptimStateDict::ParamState{.scalars = item.value().scalars});
     for (const auto& [key, there] : item.value().tensors) {
@@ -42,18 +44,18 @@ state::MadeState make_of_pieces(
   for (const auto& group : dict.param_groups) {
     wanted.options.push_back(group.options);
   }
-  return {optimizer, model.by_name, wanted};
+  return {optimizer, here.by_name, wanted};
 }
 
 } // namespace
 
 state::MadeState state::make_optim_state(
     ModuleRef module, torch::optim::Optimizer& optimizer, ShardedOptimStateDict&& dict) {
-  return make_of_pieces(module, optimizer, dict, /*may_keep=*/true);
+  return make_of_pieces({module, optimizer, kLoad}, optimizer, dict, /*may_keep=*/true);
 }
 
 void load_optim_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict) {
-  make_of_pieces(module, optimizer, dict, /*may_keep=*/false).give_to_optimizer();
+  make_of_pieces({module, optimizer, kLoad}, optimizer, dict, /*may_keep=*/false).give_to_optimizer();
 }
 
 void load_optim_state_dict(
@@ -62,8 +64,8 @@ void load_optim_state_dict(
     const OptimStateDict& dict,
     const LoadOptimStateDictOptions& options) {
   const state::OptimizerOfModel here(module, optimizer, kLoad);
-  auto pieces = options.broadcast_from_rank0 ? pieces_of_first_rank(here, dict) : pieces_of_whole(here, dict);
-  state::make_optim_state(module, optimizer, std::move(pieces)).give_to_optimizer();
+  const auto pieces = options.broadcast_from_rank0 ? pieces_of_first_rank(here, dict) : pieces_of_whole(here, dict);
+  make_of_pieces(here, optimizer, pieces, /*may_keep=*/true).give_to_optimizer();
 }
 
 } // namespace fsdp

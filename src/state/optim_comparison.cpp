@@ -67,6 +67,7 @@ class Comparison {
     compare_groups();
     for (const auto& item : dict_.state) {
       if (const NamedTensor* param = by_name_.find(item.key())) {
+        compare_names(*param, item.key());
         compare_numbers(*param, item.value().scalars);
         compare_tensors(*param, item.value());
         compare_within_flat(*param, item.value().scalars);
@@ -80,10 +81,23 @@ class Comparison {
  private:
   using Values = OptimizerByName::Values;
 
+  /// A tied parameter may go under any of its names, but under one.
+  void compare_names(const NamedTensor& param, const std::string& name) {
+    const auto [place, is_first] = names_.try_emplace(&param, name);
+    if (!is_first) {
+      lines_.push_back(phrase("'{}' and '{}' are one parameter here: give one state of it", place->second, name));
+    }
+  }
+
   void compare_groups() {
     const auto groups = by_name_.groups();
     if (groups.size() != dict_.param_groups.size()) {
       lines_.push_back(phrase("groups of parameters: {} here and {} there", groups.size(), dict_.param_groups.size()));
+      if (dict_.param_groups.empty() && dict_.state.is_empty()) {
+        lines_.emplace_back(
+            "nothing is there: if only the first rank has it, load it with broadcast_from_rank0, or call "
+            "scatter_full_optim_state_dict on all ranks");
+      }
       return;
     }
     for (size_t i = 0; i < groups.size(); ++i) {
@@ -149,7 +163,7 @@ class Comparison {
       } else if (!has_all_of(value, param)) {
         lines_.push_back(phrase(
             "'{}' is cut in another way: this rank needs elements that were on others (full_optim_state_dict goes into "
-            "any sharding)",
+            "any sharding, and flatten_sharded_optim_state_dict makes of these pieces those of this one)",
             param.name));
       }
     }
@@ -181,6 +195,7 @@ class Comparison {
   const torch::optim::Optimizer& optimizer_;
   const KnownFields known_{by_name_.kind()};
   std::unordered_map<std::string, std::vector<const char*>> needed_{}; // tensors, by parameter
+  std::unordered_map<const NamedTensor*, std::string> names_{}; // under which there is a state
   std::map<const engine::FlatShard*, std::pair<const NamedTensor*, const Values*>> of_flat_{};
   Lines lines_{};
 };
@@ -191,7 +206,7 @@ void check(
   const Lines lines = Comparison<Dict>(by_name, dict, optimizer).lines();
   FSDP_CHECK(
       lines.empty(),
-      "[{}] the state is another optimizer's, and none was loaded:\n{}\nBuild the model and the "
+      "[{}] the state is another optimizer's, and none was taken:\n{}\nBuild the model and the "
       "optimizer from which it was taken, with the same groups",
       operation,
       join(lines, "\n"));

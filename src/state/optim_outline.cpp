@@ -66,7 +66,9 @@ at::Tensor decode_tensor(const IValue& encoded) {
 IValue encode(const ParamState& state) {
   Named tensors;
   for (const auto& [name, tensor] : state.tensors) {
-    tensors[name] = encode(tensor);
+    if (tensor.defined()) {
+      tensors[name] = encode(tensor);
+    }
   }
   return tuple({encode(tensors), encode(state.scalars)});
 }

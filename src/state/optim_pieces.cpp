@@ -29,16 +29,23 @@ const at::Tensor* tensor_in(const OptimStateDict& dict, const std::string& name,
   return found == state->tensors.end() ? nullptr : &found->second;
 }
 
+OptimizerByName::Values numbers_of(const OptimizerByName::Values& values) {
+  OptimizerByName::Values numbers;
+  for (const auto& [key, value] : values) {
+    numbers[key] = value.isTensor() && value.toTensor().numel() == 1 ? c10::IValue(value.toTensor().item()) : value;
+  }
+  return numbers;
+}
+
 /// `whole_of`, asked for each tensor of `outline`: the whole, which may go once its piece is copied.
 template <typename WholeOf>
 ShardedOptimStateDict pieces(const OptimizerOfModel& here, const OptimStateDict& outline, const WholeOf& whole_of) {
-  check_optim_state(here.by_name, outline, here.optimizer, here.operation);
   const c10::NoGradGuard no_grad;
   const bool first_rank = is_first_rank(here.tensors);
   ShardedOptimStateDict dict;
   for (const auto& item : outline.state) {
     const NamedTensor& param = *here.by_name.find(item.key());
-    ShardedOptimStateDict::ParamState state{.scalars = item.value().scalars};
+    ShardedOptimStateDict::ParamState state{.scalars = numbers_of(item.value().scalars)};
     for (const auto& [key, tensor] : item.value().tensors) {
       const at::Tensor whole = whole_of(item.key(), key, tensor);
       const engine::InternalScope scope;
@@ -47,7 +54,7 @@ ShardedOptimStateDict pieces(const OptimizerOfModel& here, const OptimStateDict&
     dict.state.insert(param.name, std::move(state));
   }
   for (const auto& group : outline.param_groups) {
-    dict.param_groups.push_back({group.params, group.options});
+    dict.param_groups.push_back({group.params, numbers_of(group.options)});
   }
   return dict;
 }
@@ -70,12 +77,14 @@ bool is_like_leaf(const at::Tensor& piece, const NamedTensor& param) {
 }
 
 ShardedOptimStateDict pieces_of_whole(const OptimizerOfModel& here, const OptimStateDict& state) {
+  check_optim_state(here.by_name, state, here.optimizer, here.operation);
   return pieces(here, state, [](const auto&, const auto&, const at::Tensor& whole) { return whole; });
 }
 
 ShardedOptimStateDict pieces_of_first_rank(const OptimizerOfModel& here, const OptimStateDict& state) {
   const FromFirstRank first(here.tensors, here.operation);
-  const OptimStateDict outline = decode(first.text(encode(state)));
+  const OptimStateDict outline = decode(first.text(first.is_first() ? encode(state) : ""));
+  check_optim_state(here.by_name, outline, here.optimizer, here.operation);
   return pieces(here, outline, [&](const auto& name, const auto& key, const at::Tensor& like) {
     return first.values(like.sizes(), like.scalar_type(), tensor_in(state, name, key));
   });

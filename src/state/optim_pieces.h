@@ -17,6 +17,7 @@ struct OptimizerOfModel {
         optimizer(given),
         tensors(named_tensors(module, operation)),
         by_name(tensors, optimizer, operation) {}
+  OptimizerOfModel(const OptimizerOfModel&) = delete; // one points into the other
 
   const char* operation;
   const torch::optim::Optimizer& optimizer;

@@ -1,5 +1,6 @@
 #include <fsdp/optim_state_forms.h>
 
+#include <algorithm>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -13,10 +14,20 @@ namespace {
 
 constexpr const char* kRekey = "rekey_optim_state_dict";
 
-/// Parameters' numbers in an optimizer's groups, one after another.
-class Keys {
+using Keys = std::vector<std::string>;
+
+Keys keys_of(const OptimStateDict& state) {
+  Keys keys = state.state.keys();
+  for (const auto& group : state.param_groups) {
+    keys.insert(keys.end(), group.params.begin(), group.params.end());
+  }
+  return keys;
+}
+
+/// The parameters of an optimizer by name and by number.
+class Numbering {
  public:
-  Keys(const state::OptimizerByName& optimizer, OptimStateKeyType wanted) : optimizer_(optimizer), wanted_(wanted) {
+  explicit Numbering(const state::OptimizerByName& optimizer) : optimizer_(optimizer) {
     for (const auto& group : optimizer.groups()) {
       for (const auto& name : group.params) {
         const std::string id = std::to_string(ids_.size());
@@ -26,26 +37,43 @@ class Keys {
     }
   }
 
-  /// Of a name or a number.
-  std::string operator()(const std::string& key) const {
-    const auto of_number = names_.find(key);
-    const bool is_name = optimizer_.find(key) != nullptr;
+  /// Numbers may be names, too: a `ParameterList` has such.
+  bool are_numbers(const Keys& keys) const {
+    const auto is_number = [&](const auto& key) { return names_.count(key) != 0; };
+    const auto is_name = [&](const auto& key) { return optimizer_.find(key) != nullptr; };
+    const bool numbers = std::all_of(keys.begin(), keys.end(), is_number);
+    const auto no_name = std::find_if_not(keys.begin(), keys.end(), is_name);
     FSDP_CHECK(
-        is_name || of_number != names_.end(),
-        "[{}] '{}' is neither the name of a parameter that the optimizer has nor a number below {}: give the module "
-        "and "
-        "the optimizer whose state it is",
+        numbers || no_name == keys.end(),
+        "[{}] '{}' is neither the name of a parameter that the optimizer has nor one of {} numbers, as all keys have "
+        "to "
+        "be: give the module and the optimizer whose state it is",
         kRekey,
-        key,
+        *no_name,
         names_.size());
-    const std::string& name = is_name ? optimizer_.first_name(key) : of_number->second;
-    return wanted_ == OptimStateKeyType::kParamName ? name : ids_.at(name);
+    const bool ambiguous = numbers && no_name == keys.end() &&
+                           std::any_of(keys.begin(), keys.end(), [&](const auto& key) { return id_of(key) != key; });
+    FSDP_CHECK(
+        !ambiguous,
+        "[{}] the module's parameters have numbers for names, in another order than the optimizer has them: nobody can "
+        "tell what the state goes by",
+        kRekey);
+    return numbers;
+  }
+
+  const std::string& id_of(const std::string& name) const {
+    return ids_.at(optimizer_.first_name(name));
+  }
+  const std::string& name_of(const std::string& id) const {
+    return names_.at(id);
+  }
+  const std::string& first_name(const std::string& name) const {
+    return optimizer_.first_name(name);
   }
 
  private:
   const state::OptimizerByName& optimizer_;
-  OptimStateKeyType wanted_;
-  std::unordered_map<std::string, std::string> ids_; // by name
+  std::unordered_map<std::string, std::string> ids_; // by name, counted in the optimizer's order
   std::unordered_map<std::string, std::string> names_; // by number
 };
 
@@ -72,18 +100,27 @@ OptimStateDict rekey_optim_state_dict(
     const OptimStateDict& state,
     OptimStateKeyType key_type) {
   const state::OptimizerOfModel here(module, optimizer, kRekey);
-  const Keys key_of(here.by_name, key_type);
-  OptimStateDict rekeyed;
+  const Numbering numbering(here.by_name);
+  const bool are_numbers = numbering.are_numbers(keys_of(state));
+  const auto rekeyed = [&](const std::string& key) {
+    const std::string& name = are_numbers ? numbering.name_of(key) : numbering.first_name(key);
+    return key_type == OptimStateKeyType::kParamName ? name : numbering.id_of(name);
+  };
+  OptimStateDict result;
   for (const auto& item : state.state) {
-    rekeyed.state.insert(key_of(item.key()), item.value());
+    const std::string key = rekeyed(item.key());
+    FSDP_CHECK(
+        !result.state.contains(key),
+        "[{}] '{}' and another key are names of one parameter: give one state of it",
+        kRekey,
+        item.key());
+    result.state.insert(key, item.value());
   }
   for (const auto& group : state.param_groups) {
-    auto& params = rekeyed.param_groups.emplace_back(OptimStateDict::ParamGroup{{}, group.options}).params;
-    for (const auto& key : group.params) {
-      params.push_back(key_of(key));
-    }
+    auto& params = result.param_groups.emplace_back(OptimStateDict::ParamGroup{{}, group.options}).params;
+    std::transform(group.params.begin(), group.params.end(), std::back_inserter(params), rekeyed);
   }
-  return rekeyed;
+  return result;
 }
 
 } // namespace fsdp

@@ -201,7 +201,7 @@ TEST_F(Damaged, OtherModelsAreNamed) {
   message = complaint(folder(), [](TrainingRun& run) {
     run.optimizer = std::make_unique<torch::optim::AdamW>(std::vector<at::Tensor>{parameters(*run.net)[0]});
   });
-  EXPECT_TRUE(contains(message, "the state is another optimizer's, and none was loaded")) << message;
+  EXPECT_TRUE(contains(message, "the state is another optimizer's, and none was taken")) << message;
 }
 
 TEST_F(Damaged, FoldersWithoutACheckpointAreNamed) {

@@ -227,6 +227,30 @@ TEST(StateDictTypeErrors, SayWhatToDo) {
   });
 }
 
+TEST_P(StateDictTypes, OfTheFirstRankAloneAreLoadedOnAll) {
+  on_threads(GetParam(), [] {
+    auto model = make_wrapped(1);
+    torch::optim::Adam optimizer(model->parameters(), 0.1), other(model->parameters(), 0.2), third(other.parameters());
+    model(torch::ones({4, 3}) * (rank() + 1)).sum().backward();
+    optimizer.step();
+    FullOptimStateDictConfig config;
+    config.rank0_only = true;
+    const auto guard = state_dict_type(model, kFullStateDict, std::nullopt, config);
+    const auto state = optim_state_dict(model, optimizer);
+    EXPECT_EQ(std::get<OptimStateDict>(state).state.is_empty(), rank() != 0);
+    load_optim_state_dict(model, other, state);
+    load_optim_state_dict(model, third, optim_state_dict_to_load(model, third, state));
+    const auto whole = full_optim_state_dict(model, optimizer);
+    for (const auto* loaded : {&other, &third}) {
+      const auto got = full_optim_state_dict(model, *loaded);
+      ASSERT_EQ(got.state.keys(), whole.state.keys());
+      for (const auto& item : whole.state) {
+        EXPECT_TRUE(got.state[item.key()].tensors.at("exp_avg").equal(item.value().tensors.at("exp_avg")));
+      }
+    }
+  });
+}
+
 // Adam's step is the same in any form, and the states of flat parameters have the parameters' names.
 TEST_P(StateDictTypes, AreThoseOfOptimizersToo) {
   on_threads(GetParam(), [] {

@@ -394,7 +394,7 @@ TEST_P(Summon, WhereWritingBackFailsNothingStaysGathered) {
     ASSERT_EQ(unit.buckets().size(), 2U);
     auto group = std::make_shared<ReadOnlyGroup>(unit.buckets()[0]->shared_shard_group());
     unit.buckets()[0]->gather_group = group;
-    unit.buckets()[0]->settle(unit);
+    unit.buckets()[0]->settle(unit.label("fully_shard"));
     int whole_units = -1;
     unit.runtime().set_observer([&](const engine::Event& event) { whole_units = event.whole_units; });
     const auto weight = model[0]->as<nn::Linear>()->weight;

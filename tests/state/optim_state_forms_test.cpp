@@ -13,30 +13,104 @@ void expect_loads(Training& training, const ShardedOptimStateDict& pieces, const
   expect_equal(training.state(), wanted);
 }
 
+void expect_same_pieces(const ShardedOptimStateDict& got, const ShardedOptimStateDict& wanted) {
+  for (const auto& item : wanted.state) {
+    SCOPED_TRACE(item.key());
+    ASSERT_TRUE(got.state.contains(item.key()));
+    expect_equal(got.state[item.key()].scalars, item.value().scalars);
+    for (const auto& [key, piece] : item.value().tensors) {
+      const HeldTensor& other = got.state[item.key()].tensors.at(key);
+      EXPECT_EQ(other.name, piece.name);
+      EXPECT_EQ(other.sizes, piece.sizes);
+      EXPECT_EQ(other.strides, piece.strides);
+      EXPECT_EQ(other.extent, piece.extent);
+      EXPECT_EQ(other.mesh, piece.mesh);
+      EXPECT_EQ(other.first_replica, piece.first_replica);
+      expect_same(other.local, piece.local, key);
+    }
+  }
+}
+
 TEST_P(OptimStateForms, PiecesOfAWholeStateAreWhatAShardedOptimizerHas) {
   on_threads(GetParam(), [] {
     for (const Kind kind : kKinds) {
-      Training whole(Form::kUnsharded, kind, 10);
-      whole.steps(0, 2, Form::kRows);
-      const auto state = whole.state();
       for (const Form form : forms(world_size())) {
         SCOPED_TRACE(name_of(form));
-        Training other(form, kind, 2000, 0.015);
-        const auto before = other.state();
-        const auto pieces = shard_full_optim_state_dict(other.net, *other.optimizer, state);
-        expect_equal(other.state(), before);
-        for (const auto& held : held(other.net)) {
-          if (const auto* of_param = pieces.state.find(held.name)) {
-            for (const auto& [key, piece] : of_param->tensors) {
-              EXPECT_EQ(piece.extent, held.extent) << key << " of " << held.name;
-              EXPECT_EQ(piece.sizes, held.sizes);
-              EXPECT_EQ(piece.local.sizes(), held.local.sizes());
-            }
-          }
-        }
-        expect_loads(other, pieces, state);
+        Training first(form, kind, 10), second(form, kind, 2000, 0.015);
+        first.steps(0, 2, form);
+        const auto before = second.state();
+        const auto pieces = shard_full_optim_state_dict(second.net, *second.optimizer, first.state());
+        expect_equal(second.state(), before);
+        expect_same_pieces(pieces, sharded_optim_state_dict(first.net, *first.optimizer));
+        expect_loads(second, pieces, first.state());
       }
     }
+  });
+}
+
+TEST_P(OptimStateForms, BeforeTheFirstStepHaveHyperParametersOnly) {
+  on_threads(GetParam(), [] {
+    for (const Kind kind : {Kind::kSGD, Kind::kAdagrad}) {
+      Training rows(Form::kRows, kind, 10), flat(Form::kFlat, kind, 10, 0.015);
+      const auto pieces = sharded_optim_state_dict(rows.net, *rows.optimizer);
+      expect_loads(flat, flatten_sharded_optim_state_dict(flat.net, *flat.optimizer, pieces), rows.state());
+    }
+  });
+}
+
+// Each rank trains by itself what is not sharded, perhaps not always, perhaps of another size.
+TEST(OptimStateFormsOwn, StatesOfWhatIsNotShardedStayEachRanks) {
+  on_threads(3, [] {
+    Training first(Form::kRows, Kind::kAdam, 10), second(Form::kFlat, Kind::kAdam, 10, 0.015);
+    first.steps(0, 2, Form::kRows);
+    auto pieces = sharded_optim_state_dict(first.net, *first.optimizer);
+    auto& own = pieces.state["own"];
+    own.tensors["exp_avg"].local = torch::full({3}, 5.0 + rank());
+    own.scalars["step"] = 5 + rank();
+    if (rank() == 2) {
+      pieces.state.erase("own");
+    }
+    const auto moved = flatten_sharded_optim_state_dict(second.net, *second.optimizer, pieces);
+    EXPECT_EQ(moved.state.contains("own"), rank() != 2);
+    if (rank() != 2) {
+      EXPECT_EQ(moved.state["own"].scalars.at("step").toInt(), 5 + rank());
+      expect_same(moved.state["own"].tensors.at("exp_avg").local, torch::full({3}, 5.0 + rank()), "own");
+    }
+    EXPECT_TRUE(moved.state.contains("scale"));
+  });
+}
+
+TEST(OptimStateFormsOwn, WrongOnesOfOneRankAreAnErrorOnAll) {
+  on_threads(3, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    training.steps(0, 1, Form::kRows);
+    auto pieces = sharded_optim_state_dict(training.net, *training.optimizer);
+    if (rank() == 1) {
+      pieces.state["own"].tensors["surprise"] = pieces.state["own"].tensors["exp_avg"];
+    }
+    const auto message =
+        error_message([&] { flatten_sharded_optim_state_dict(training.net, *training.optimizer, pieces); });
+    EXPECT_TRUE(contains(message, "'surprise' of 'own' is no tensor of this optimizer's")) << message;
+  });
+}
+
+// One rank alone may have kept a state that every rank had whole.
+TEST(OptimStateFormsWhole, PiecesOfOneRankGoToAll) {
+  on_threads(3, [] {
+    Training whole(Form::kUnsharded, Kind::kAdam, 10), rows(Form::kRows, Kind::kAdam, 10, 0.015);
+    whole.steps(0, 2, Form::kRows);
+    auto pieces = sharded_optim_state_dict(whole.net, *whole.optimizer);
+    auto wanted = whole.state();
+    if (rank() != 0) {
+      pieces = ShardedOptimStateDict();
+    }
+    const auto moved = flatten_sharded_optim_state_dict(rows.net, *rows.optimizer, pieces);
+    load_optim_state_dict(rows.net, *rows.optimizer, moved);
+    auto got = rows.state();
+    if (rank() != 0) { // which it has by itself, or not at all
+      wanted.state.erase("own");
+    }
+    expect_equal(got, wanted);
   });
 }
 
@@ -136,30 +210,116 @@ TEST(OptimStateFormsBits, PiecesKeepTheirBits) {
   });
 }
 
-// Memory in the order of columns first, cut in rows of that memory, and the other way round.
+struct Matrix : torch::nn::Module {
+  explicit Matrix(at::Tensor values) {
+    weight = register_parameter("weight", std::move(values));
+  }
+  at::Tensor weight;
+};
+
+// The rows of one are the columns of the other's memory.
 TEST(OptimStateFormsOrder, PiecesOfOneMemoryOrderGoIntoAnother) {
   on_threads(2, [] {
-    const auto train = [](bool turned) {
-      struct Net : torch::nn::Module {
-        explicit Net(bool turned) {
-          const auto values = torch::arange(24.).view({4, 6});
-          weight = register_parameter("weight", turned ? values.t().contiguous().t() : values);
-        }
-        at::Tensor weight;
-      };
-      auto net = std::make_shared<Net>(turned);
+    const auto values = torch::arange(24.).view({4, 6});
+    const auto train = [&](bool turned) {
+      auto net = std::make_shared<Matrix>(turned ? values.t().contiguous().t() : values.clone());
       fully_shard(net);
       auto optimizer = std::make_unique<torch::optim::Adam>(parameters(*net), torch::optim::AdamOptions(0.1));
-      (net->weight * torch::arange(24.).view({4, 6})).sum().backward();
+      (net->weight * values).sum().backward();
       optimizer->step();
       return std::pair(net, std::move(optimizer));
     };
-    const auto [turned, of_turned] = train(true);
-    const auto [plain, of_plain] = train(false);
-    const auto pieces =
-        flatten_sharded_optim_state_dict(plain, *of_plain, sharded_optim_state_dict(turned, *of_turned));
-    const auto& piece = pieces.state["weight"].tensors.at("exp_avg");
-    EXPECT_TRUE(piece.local.allclose(torch::arange(24.).view({4, 6}).narrow(0, rank() * 2, 2) * 0.1)) << piece.local;
+    const auto turned = train(true), plain = train(false);
+    const auto expect_goes = [&](const auto& from, const auto& into) {
+      const auto pieces = flatten_sharded_optim_state_dict(
+          into.first, *into.second, sharded_optim_state_dict(from.first, *from.second));
+      const at::Tensor& piece = pieces.state["weight"].tensors.at("exp_avg").local;
+      EXPECT_TRUE(piece.allclose(values.narrow(0, rank() * 2, 2) * 0.1)) << piece;
+    };
+    expect_goes(turned, plain);
+    expect_goes(plain, turned);
+    const auto message = error_message([&] {
+      const auto& mixed = rank() == 0 ? turned : plain;
+      flatten_sharded_optim_state_dict(
+          plain.first, *plain.second, sharded_optim_state_dict(mixed.first, *mixed.second));
+    });
+    EXPECT_TRUE(contains(message, "give pieces of one model")) << message;
+  });
+}
+
+// As many elements as there are, but others.
+TEST(OptimStateFormsErrors, SayThatTwoRanksGiveTheSamePieces) {
+  on_threads(2, [] {
+    static ShardedOptimStateDict of_first;
+    auto net = std::make_shared<Matrix>(torch::ones({4, 2}));
+    fully_shard(net);
+    torch::optim::Adam optimizer(parameters(*net), torch::optim::AdamOptions(0.1));
+    net->weight.sum().backward();
+    optimizer.step();
+    if (rank() == 0) {
+      of_first = sharded_optim_state_dict(net, optimizer);
+    }
+    barrier();
+    const auto message = error_message([&] { flatten_sharded_optim_state_dict(net, optimizer, of_first); });
+    EXPECT_TRUE(contains(message, "have 8 elements where each of 8 is needed once")) << message;
+    barrier();
+    if (rank() == 0) {
+      of_first = ShardedOptimStateDict();
+    }
+  });
+}
+
+TEST(OptimStateFormsErrors, SayThatAParameterHasTwoStates) {
+  on_threads(2, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    training.steps(0, 1, Form::kRows);
+    auto state = training.state();
+    state.state.insert("last.bias", state.state["tied"]);
+    auto message = error_message([&] { load_optim_state_dict(training.net, *training.optimizer, state); });
+    EXPECT_TRUE(contains(message, "'tied' and 'last.bias' are one parameter here")) << message;
+    message = error_message(
+        [&] { rekey_optim_state_dict(training.net, *training.optimizer, state, OptimStateKeyType::kParamId); });
+    EXPECT_TRUE(contains(message, "'last.bias' and another key are names of one parameter")) << message;
+  });
+}
+
+// Nobody looks at what the others have.
+TEST(OptimStateFormsOfTheFirst, OthersMayGiveAnything) {
+  on_threads(3, [] {
+    Training first(Form::kRows, Kind::kAdam, 10), second(Form::kFlat, Kind::kAdam, 10, 0.015);
+    first.steps(0, 1, Form::kRows);
+    auto state = first.state();
+    if (rank() != 0) {
+      state.state["scale"].tensors["exp_avg"] = at::Tensor();
+      state.state.insert("nobody", {});
+      state.param_groups.clear();
+    }
+    expect_loads(second, scatter_full_optim_state_dict(second.net, *second.optimizer, state), first.state());
+  });
+}
+
+TEST(OptimStateFormsErrors, SayThatOnlyTheFirstRankHasAState) {
+  on_threads(2, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    const auto message =
+        error_message([&] { load_optim_state_dict(training.net, *training.optimizer, OptimStateDict()); });
+    EXPECT_TRUE(contains(message, "nothing is there: if only the first rank has it")) << message;
+  });
+}
+
+TEST(OptimStateFormsErrors, SayThatNumbersAreNamesToo) {
+  on_threads(1, [] {
+    torch::nn::ParameterList list;
+    list->append(torch::ones({2}));
+    list->append(torch::ones({3}));
+    const auto parameters = list->parameters();
+    const auto rekeyed = [&](const std::vector<at::Tensor>& order) {
+      torch::optim::SGD optimizer(order, 0.1);
+      const auto state = full_optim_state_dict(list, optimizer);
+      return rekey_optim_state_dict(list, optimizer, state, OptimStateKeyType::kParamId).param_groups[0].params;
+    };
+    EXPECT_EQ(rekeyed({parameters[0], parameters[1]}), (std::vector<std::string>{"0", "1"}));
+    EXPECT_TRUE(contains(error_message([&] { rekeyed({parameters[1], parameters[0]}); }), "numbers for names"));
   });
 }
 
@@ -207,8 +367,7 @@ TEST(OptimStateFormsErrors, SayWhatToDo) {
     auto state = rows.state();
     const auto pieces = sharded_optim_state_dict(rows.net, *rows.optimizer);
     auto message = error_message([&] { flatten_sharded_optim_state_dict(whole.net, *whole.optimizer, pieces); });
-    EXPECT_TRUE(contains(message, "[flatten_sharded_optim_state_dict] the ranks of a model that is not sharded have"))
-        << message;
+    EXPECT_TRUE(contains(message, "the ranks of a model that is not sharded have")) << message;
     EXPECT_TRUE(contains(message, "take a full_optim_state_dict")) << message;
 
     auto fewer = pieces;
@@ -216,7 +375,9 @@ TEST(OptimStateFormsErrors, SayWhatToDo) {
       fewer.state.erase("first.weight");
     }
     message = error_message([&] { flatten_sharded_optim_state_dict(rows.net, *rows.optimizer, fewer); });
-    EXPECT_TRUE(contains(message, "have 20 of the 35 elements of 'exp_avg' of 'first.weight'")) << message;
+    EXPECT_TRUE(
+        contains(message, "'exp_avg' of 'first.weight' the ranks of Mesh(2, cpu) have 20 elements where each of 35"))
+        << message;
 
     message = error_message([&] { shard_full_optim_state_dict(sgd.net, *sgd.optimizer, state); });
     EXPECT_TRUE(contains(message, "[shard_full_optim_state_dict] the state is another optimizer's")) << message;

@@ -46,7 +46,7 @@ class Text {
 
 /// A rank's label as the others see it.
 struct SharedLabel {
-  Text<32> operation;
+  Text<40> operation;
   Text<96> unit;
 
   void store(const Label& label) {
