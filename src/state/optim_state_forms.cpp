@@ -45,9 +45,8 @@ class Numbering {
     const auto no_name = std::find_if_not(keys.begin(), keys.end(), is_name);
     FSDP_CHECK(
         numbers || no_name == keys.end(),
-        "[{}] '{}' is neither the name of a parameter that the optimizer has nor one of {} numbers, as all keys have "
-        "to "
-        "be: give the module and the optimizer whose state it is",
+        "[{}] '{}' is no name of a parameter that the optimizer has, and the keys are not all numbers below {}: give "
+        "the module and the optimizer whose state it is",
         kRekey,
         *no_name,
         names_.size());

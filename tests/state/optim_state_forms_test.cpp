@@ -388,7 +388,7 @@ TEST(OptimStateFormsErrors, SayWhatToDo) {
     state.state.insert("nobody", {});
     message =
         error_message([&] { rekey_optim_state_dict(rows.net, *rows.optimizer, state, OptimStateKeyType::kParamId); });
-    EXPECT_TRUE(contains(message, "'nobody' is neither the name of a parameter")) << message;
+    EXPECT_TRUE(contains(message, "'nobody' is no name of a parameter")) << message;
   });
 }
 
