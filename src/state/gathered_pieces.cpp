@@ -90,10 +90,7 @@ GatheredPieces::GatheredPieces(const OptimizerOfModel& here, const ShardedOptimS
   }
   agree_on_outline();
   check_complete();
-  for (auto& item : outline_of(mine_, /*own=*/true).state) {
-    outline_.state.insert(item.key(), item.value());
-  }
-  check_fits();
+  add_own_and_check();
 }
 
 const HeldTensor* GatheredPieces::mine(const std::string& name, const std::string& key) const {
@@ -149,9 +146,12 @@ void GatheredPieces::agree_on_outline() {
 }
 
 // What is a rank's own may be wrong on that rank alone, but no rank is to wait for it.
-void GatheredPieces::check_fits() const {
+void GatheredPieces::add_own_and_check() {
   std::string wrong;
   try {
+    for (auto& item : outline_of(mine_, /*own=*/true).state) {
+      outline_.state.insert(item.key(), std::move(item.value()));
+    }
     check_optim_state(here_.by_name, outline_, here_.optimizer, label_.operation);
   } catch (const std::exception& error) {
     wrong = error.what();

@@ -36,7 +36,7 @@ class GatheredPieces {
   std::vector<std::string> from_all_ranks(const std::string& text) const;
   OptimStateDict outline_of(const ShardedOptimStateDict& pieces, bool own) const;
   void agree_on_outline();
-  void check_fits() const;
+  void add_own_and_check();
   void check_complete() const;
   void sum_over_ranks(const at::Tensor& numbers) const;
 
