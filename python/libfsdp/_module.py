@@ -156,9 +156,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
             raise ValueError("stream cannot be set when using native HSDP, which all-reduces by itself")
         state.unit.set_all_reduce_hook(hook, stream)
 
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """The next gathers wait for this event instead of for all work on the current stream. Root only."""
+    def set_post_optim_event(self, event: torch.Event | None) -> None:
+        """The next gathers wait for this event instead of for all work on the current stream. Root only. On the CPU, whose
+        streams record None, there is nothing to wait for."""
         state = self._get_fsdp_state()
+        if event is None and state.device.type == "cpu":
+            event = torch.Event(device="cpu")
         if isinstance(event, torch.Event) and type(event) is not torch.Event and state.device.type != "cpu":
             event = _as_plain_event(event, state.device)
         state.unit.set_post_optim_event(event)

@@ -1,9 +1,12 @@
 // A flat parameter that users see: this rank's share of all parameters of a unit, padding and gaps included.
 
+#include <cstddef>
+#include <memory>
 #include <sstream>
 
 #include "engine/flat_shard.h"
 #include "fsdp1/train.h"
+#include "nn/hidden_parameters.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -378,6 +381,46 @@ TEST_P(FlatShards, OutliveTheirModel) {
     torch::NoGradGuard no_grad;
     flat.add_(1);
     EXPECT_FALSE(is_sharded(flat));
+  });
+}
+
+struct InOnePlace : torch::nn::Module {
+  InOnePlace() : weight(register_parameter("weight", torch::ones({4, 3}))) {}
+  static void* operator new(size_t) {
+    alignas(std::max_align_t) static thread_local std::byte place[4096];
+    static_assert(sizeof(place) >= sizeof(InOnePlace));
+    return place;
+  }
+  static void operator delete(void*) {}
+  at::Tensor weight;
+};
+
+bool hides_a_weight(const InOnePlace& module) {
+  return nn::hidden_parameters::find(module, "weight") != nullptr;
+}
+
+std::shared_ptr<engine::Unit> shard_as_one(InOnePlace& module) {
+  const auto unit = nn::make_unit({&module}, {}, FlatCut{.shown_as_one = true});
+  EXPECT_TRUE(hides_a_weight(module));
+  return unit;
+}
+
+TEST(FlatShards, OfAModuleThatWentAreNotThoseOfTheNextAtItsAddress) {
+  on_threads(2, [] {
+    std::shared_ptr<InOnePlace> module(new InOnePlace());
+    const auto unit = shard_as_one(*module); // which may live longer
+    module = nullptr;
+    module.reset(new InOnePlace());
+    EXPECT_FALSE(hides_a_weight(*module));
+    EXPECT_EQ(full_state_dict(*module).keys(), std::vector<std::string>{"weight"});
+  });
+  on_threads(2, [] {
+    auto module = std::make_unique<InOnePlace>(); // which no shared pointer knows
+    shard_as_one(*module);
+    module = nullptr;
+    module = std::make_unique<InOnePlace>();
+    EXPECT_FALSE(hides_a_weight(*module));
+    EXPECT_EQ(full_state_dict(*module).keys(), std::vector<std::string>{"weight"});
   });
 }
 

@@ -4,6 +4,7 @@
 #include <limits>
 #include <thread>
 
+#include "comm/recording_backend.h"
 #include "nn/same_construction.h"
 #include "nn/subjects.h"
 #include "support/error_message.h"
@@ -235,6 +236,51 @@ TEST(DeferredInit, RefusesValuesFromOutsideThatWereWrittenSince) {
   EXPECT_TRUE(contains(error_message([&] { materialize(layer); }), "has been written since"));
 }
 
+TEST(DeferredInit, AsksNothingOfTensorsThatOnlyLendTheirSizes) {
+  const auto outside = torch::zeros({3});
+  const auto module = deferred_init([&] {
+    auto module = std::make_shared<nn::Module>();
+    const auto copied = torch::empty({3}).copy_(outside);
+    module->register_buffer("zeros", torch::zeros_like(copied));
+    module->register_buffer("full", copied.new_full({2}, 5));
+    return module;
+  });
+  outside.add_(1); // which nobody has read
+  materialize(module);
+  EXPECT_TRUE(module->named_buffers()["zeros"].equal(torch::zeros({3})));
+  EXPECT_TRUE(module->named_buffers()["full"].equal(torch::full({2}, 5.)));
+}
+
+// Operators that copy where they must, and need not here.
+TEST(DeferredInit, FollowsWritesThroughWhatMayBeAView) {
+  expect_same_construction([] {
+    auto module = std::make_shared<nn::Module>();
+    auto weight = module->register_parameter("weight", torch::zeros({2, 3}), /*requires_grad=*/false);
+    weight.reshape({6}).fill_(2);
+    weight.contiguous().narrow(0, 0, 1).fill_(3);
+    weight.to(torch::kFloat).select(1, 1).add_(1);
+    weight.flatten().narrow(0, 5, 1).mul_(4);
+    weight.t().reshape({6}).fill_(9); // a copy
+    return module;
+  });
+}
+
+TEST(DeferredInit, RefusesToCommunicateValuesThatAreNotThereYet) {
+  const auto backend = c10::make_intrusive<RecordingBackend>(0, 2);
+  const auto group = process_group_of(backend);
+  const auto message = error_message([&] {
+    deferred_init([&] {
+      nn::Linear layer(3, 3);
+      std::vector<at::Tensor> tensors{layer->bias.detach()};
+      group->allreduce(tensors);
+      return layer;
+    });
+  });
+  EXPECT_TRUE(contains(message, "communicates values, but its tensor is recorded")) << message;
+  EXPECT_TRUE(contains(message, "do that after fully_shard")) << message;
+  EXPECT_TRUE(backend->calls.empty());
+}
+
 TEST(DeferredInit, FollowsConversions) {
   expect_same_construction([] {
     nn::ModuleList layers(nn::Linear(4, 3), nn::BatchNorm1d(3));
@@ -249,14 +295,20 @@ TEST(DeferredInit, FollowsConversions) {
 TEST(DeferredInit, KnowsTheDefaultDtypeOfTheTime) {
   const auto before = torch::get_default_dtype();
   torch::set_default_dtype(torch::scalarTypeToTypeMeta(torch::kDouble));
+  const auto make = [] {
+    nn::Linear layer(3, 2);
+    layer->register_buffer("drawn", torch::rand({4})); // of a double's digits
+    return layer;
+  };
   torch::manual_seed(1);
-  const nn::Linear ordinary(3, 2);
+  const nn::Linear ordinary = make();
   torch::manual_seed(1);
-  const auto layer = deferred_init([] { return nn::Linear(3, 2); });
+  const auto layer = deferred_init(make);
   torch::set_default_dtype(before);
   materialize(layer);
   EXPECT_EQ(layer->weight.scalar_type(), torch::kDouble);
   EXPECT_TRUE(layer->weight.equal(ordinary->weight));
+  EXPECT_TRUE(layer->named_buffers()["drawn"].equal(ordinary->named_buffers()["drawn"]));
 }
 
 TEST(DeferredInit, LeavesModulesLikeAnyOthersBehind) {
@@ -311,6 +363,23 @@ TEST(DeferredInit, SaysWhatToDoBeforeMemoryIsReadByItsAddress) {
     EXPECT_TRUE(contains(error.what(), "deferred_init"));
     EXPECT_TRUE(contains(error.what(), "fsdp::materialize"));
   }
+}
+
+// What is written later would be lost.
+TEST(DeferredInit, EndsWritesByAddressWhereTheyAreRead) {
+  const auto layer = deferred_init([] {
+    nn::Linear layer(3, 3);
+    const torch::NoGradGuard no_grad;
+    const auto values = torch::empty({3});
+    values.data_ptr<float>()[0] = 1;
+    values.data_ptr<float>()[1] = 2;
+    values.data_ptr<float>()[2] = 3;
+    layer->bias.copy_(values);
+    EXPECT_THROW(values.data_ptr<float>(), c10::Error);
+    return layer;
+  });
+  materialize(layer);
+  EXPECT_TRUE(layer->bias.equal(torch::tensor({1., 2., 3.}, torch::kFloat))) << layer->bias;
 }
 #endif
 

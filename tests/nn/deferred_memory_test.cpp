@@ -3,6 +3,7 @@
 #include <fstream>
 #include <new>
 
+#include <malloc.h>
 #include <sys/resource.h>
 
 #include "nn/parity.h"
@@ -18,10 +19,14 @@ constexpr int64_t kModel = (6 * kWidth * kWidth + 6 * kWidth) * 4 * kDepth; // b
 constexpr int64_t kRoom = 64 * kMebibyte; // for what a process makes from now on
 static_assert(3 * kRoom <= 2 * kModel);
 
-/// Tensors are the process's own, and none of them in memory that ranks share, for which the limit is not. What is
-/// freed goes back to the system at once: else the holes in the heap decide, which are others each time.
-const ProcessOptions kPrivateMemory{
-    .environment = {{"FSDP_ARENA_MB", "0"}, {"MALLOC_MMAP_THRESHOLD_", "65536"}, {"MALLOC_ARENA_MAX", "1"}}};
+/// Tensors are the process's own, and none of them in memory that ranks share, for which the limit is not.
+const ProcessOptions kPrivateMemory{.environment = {{"FSDP_ARENA_MB", "0"}}};
+
+/// What is freed goes back to the system at once: else the holes in the heap decide, which are others each time.
+void give_freed_memory_back() {
+  mallopt(M_MMAP_THRESHOLD, 1 << 16);
+  mallopt(M_ARENA_MAX, 1);
+}
 
 /// Of this process, which the limit is for: everything that it can write and that is its own.
 int64_t data_bytes() {
@@ -99,6 +104,7 @@ TEST(DeferredMemory, AModelLargerThanMemoryIsBuiltAndTrained) {
   on_processes(
       4,
       [] {
+        give_freed_memory_back();
         init({.device = "cpu"});
         auto small = make_blocks(2, 8); // threads begin, with their stacks
         shard(small);
@@ -132,6 +138,7 @@ TEST(DeferredMemory, AUnitLargerThanMemoryIsMadeOneParameterAfterAnother) {
   on_processes(
       4,
       [] {
+        give_freed_memory_back();
         init({.device = "cpu"});
         torch::manual_seed(1);
         const auto first = make_blocks(1, kWidth)->named_parameters();
@@ -146,6 +153,33 @@ TEST(DeferredMemory, AUnitLargerThanMemoryIsMadeOneParameterAfterAnother) {
           EXPECT_TRUE(whole_of(*blocks, item.key()).equal(item.value())) << item.key();
         }
         shutdown();
+      },
+      kPrivateMemory);
+}
+
+TEST(DeferredMemory, WhatAParameterIsMadeOfGoesWithItsLastUse) {
+  on_processes(
+      1,
+      [] {
+        give_freed_memory_back();
+        constexpr int64_t kNumel = 2 * kMebibyte; // 8 MiB
+        const auto make = [] {
+          auto module = std::make_shared<torch::nn::Module>();
+          auto sum = module->register_buffer("sum", torch::zeros({kNumel}));
+          for (int i = 0; i < 20; ++i) {
+            sum.add_(torch::rand({kNumel}));
+          }
+          return module;
+        };
+        torch::manual_seed(1);
+        const auto ordinary = make();
+        torch::manual_seed(1);
+        const auto module = deferred_init(make);
+        {
+          const DataLimit limit(48 * kMebibyte);
+          materialize(module);
+        }
+        EXPECT_TRUE(module->buffers()[0].equal(ordinary->buffers()[0]));
       },
       kPrivateMemory);
 }

@@ -56,8 +56,11 @@ def test_an_event_is_waited_for_once():
     check_training(model, reference, loss_of, (5,), exact=True, steps=1)
     gc.collect()
     assert gone() is None
-    with pytest.raises(RuntimeError, match="is for the root"):
-        model[0].set_post_optim_event(torch.Event(device="cpu"))
+    model.set_post_optim_event(torch.cpu.current_stream().record_event())  # None
+    check_training(model, reference, loss_of, (5,), exact=True, steps=1)
+    for event in (torch.Event(device="cpu"), None):
+        with pytest.raises(RuntimeError, match="is for the root"):
+            model[0].set_post_optim_event(event)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -230,6 +230,34 @@ TEST_P(OptimStateDicts, OfAnotherOptimizerAreAnErrorThatChangesNothing) {
   });
 }
 
+TEST(OptimStateDictsErrors, SayWhatIsMissingOrOfAnotherKind) {
+  on_threads(2, [] {
+    Training training(Form::kRows, Kind::kAdam, 10);
+    training.steps(0, 1, Form::kRows);
+    const auto before = training.state();
+    const auto refusal = [&](const auto& change) {
+      auto dict = training.state();
+      change(dict);
+      const auto message = error_message([&] { load_optim_state_dict(training.net, *training.optimizer, dict); });
+      expect_equal(training.state(), before);
+      return message;
+    };
+    EXPECT_TRUE(contains(
+        refusal([](auto& dict) { dict.state["scale"].scalars.erase("step"); }), "'step' of 'scale' is missing"));
+    EXPECT_TRUE(contains(
+        refusal([](auto& dict) { dict.state["scale"].tensors.erase("exp_avg"); }), "'exp_avg' of 'scale' is missing"));
+    EXPECT_TRUE(contains(
+        refusal([](auto& dict) { dict.state["scale"].scalars["step"] = "three"; }),
+        "'step' of 'scale' is no number of this optimizer's"));
+    EXPECT_TRUE(contains(
+        refusal([](auto& dict) { dict.state["scale"].scalars["surprise"] = 3; }),
+        "'surprise' of 'scale' is no number of this optimizer's"));
+    EXPECT_TRUE(contains(
+        refusal([](auto& dict) { dict.param_groups[1].options["betas"] = 0.9; }),
+        "group 1: 'betas' is of another kind"));
+  });
+}
+
 TEST_P(OptimStateDicts, GiveAFlatParameterOneStateWithZerosWhereItsParametersHaveNone) {
   on_threads(GetParam(), [] {
     Training whole(Form::kUnsharded, Kind::kAdam, 10), shown(Form::kShown, Kind::kAdam, 2000, 0.015);
