@@ -191,5 +191,18 @@ TEST(HeldErrors, SayWhatToDo) {
 
 INSTANTIATE_TEST_SUITE_P(Ranks, Held, ::testing::Values(1, 2, 3, 4), ::testing::PrintToStringParamName());
 
+TEST(ShardedStateDicts, HaveWhatWasWrittenThroughMembers) {
+  on_threads(2, [] {
+    for (const Form form : {Form::kRows, Form::kFlat}) {
+      OddNet net = make(form, 0);
+      {
+        const torch::NoGradGuard no_grad;
+        net->first->weight.fill_(7);
+      }
+      EXPECT_TRUE(sharded_state_dict(net)["first.weight"].local.eq(7).all().item<bool>()) << name_of(form);
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -230,6 +230,20 @@ TEST_P(OptimStateDicts, OfAnotherOptimizerAreAnErrorThatChangesNothing) {
   });
 }
 
+// It is there before the first step, which could not be made without it.
+TEST(AdagradStateDicts, ThatLackAStateLeaveTheOneThatIsThere) {
+  on_threads(2, [] {
+    Training first(Form::kRows, Kind::kAdagrad, 10), second(Form::kRows, Kind::kAdagrad, 10);
+    first.steps(0, 2, Form::kRows);
+    auto dict = first.state();
+    dict.state.erase("scale");
+    const auto kept = second.state().state["scale"].tensors.at("sum");
+    load_optim_state_dict(second.net, *second.optimizer, dict);
+    EXPECT_TRUE(second.state().state["scale"].tensors.at("sum").equal(kept));
+    second.steps(2, 3, Form::kRows);
+  });
+}
+
 TEST(OptimStateDictsErrors, SayWhatIsMissingOrOfAnotherKind) {
   on_threads(2, [] {
     Training training(Form::kRows, Kind::kAdam, 10);
