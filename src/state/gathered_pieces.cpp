@@ -93,15 +93,6 @@ GatheredPieces::GatheredPieces(const OptimizerOfModel& here, const ShardedOptimS
   add_own_and_check();
 }
 
-const HeldTensor* GatheredPieces::mine(const std::string& name, const std::string& key) const {
-  const auto* state = mine_.state.find(name);
-  if (state == nullptr) {
-    return nullptr;
-  }
-  const auto found = state->tensors.find(key);
-  return found == state->tensors.end() ? nullptr : &found->second;
-}
-
 bool GatheredPieces::is_own(const std::string& name, const ShardedState& state) const {
   const NamedTensor* param = here_.by_name.find(name);
   return param != nullptr && param->param == nullptr &&
@@ -152,7 +143,7 @@ void GatheredPieces::add_own_and_check() {
     for (auto& item : outline_of(mine_, /*own=*/true).state) {
       outline_.state.insert(item.key(), std::move(item.value()));
     }
-    check_optim_state(here_.by_name, outline_, here_.optimizer, label_.operation);
+    check_optim_state(here_, outline_);
   } catch (const std::exception& error) {
     wrong = error.what();
   }
@@ -165,7 +156,7 @@ void GatheredPieces::check_complete() const {
   std::vector<int64_t> given;
   for (const auto& item : outline_.state) {
     for (const auto& [key, like] : item.value().tensors) {
-      const HeldTensor* piece = mine(item.key(), key);
+      const HeldTensor* piece = tensor_in(mine_, item.key(), key);
       const Elements elements = piece != nullptr && gives(*piece) ? elements_of(piece->extent) : Elements();
       given.push_back(static_cast<int64_t>(elements.count));
       given.push_back(static_cast<int64_t>(elements.indices));
@@ -205,7 +196,7 @@ void GatheredPieces::sum_over_ranks(const at::Tensor& numbers) const {
 
 // Each element comes from one rank, and zeros from the others: sums of what their bits are as integers keep them.
 at::Tensor GatheredPieces::whole(const std::string& name, const std::string& key, const at::Tensor& like) const {
-  const HeldTensor* piece = mine(name, key);
+  const HeldTensor* piece = tensor_in(mine_, name, key);
   if (own_.count(name) != 0) {
     return piece->local;
   }

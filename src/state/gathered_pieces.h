@@ -29,7 +29,6 @@ class GatheredPieces {
   at::Tensor whole(const std::string& name, const std::string& key, const at::Tensor& like) const;
 
  private:
-  const HeldTensor* mine(const std::string& name, const std::string& key) const;
   bool is_own(const std::string& name, const ShardedOptimStateDict::ParamState& state) const;
   /// Of those that have the same elements one rank gives them.
   bool gives(const HeldTensor& piece) const;

@@ -22,13 +22,12 @@ at::Tensor piece_of(const HeldTensor& there, const NamedTensor& param) {
   return layout::taken_from(state::as_piece(there), state::as_piece(here));
 }
 
-/// `may_keep`: tensors of `dict`.
+/// Of pieces that fit. `may_keep`: tensors of `dict`.
 state::MadeState make_of_pieces(
     const state::OptimizerOfModel& here,
     torch::optim::Optimizer& optimizer,
     const ShardedOptimStateDict& dict,
     bool may_keep) {
-  state::check_optim_state(here.by_name, dict, optimizer, kLoad);
   const c10::NoGradGuard no_grad;
   const engine::InternalScope scope;
   state::NewState wanted;
@@ -51,11 +50,15 @@ state::MadeState make_of_pieces(
 
 state::MadeState state::make_optim_state(
     ModuleRef module, torch::optim::Optimizer& optimizer, ShardedOptimStateDict&& dict) {
-  return make_of_pieces({module, optimizer, kLoad}, optimizer, dict, /*may_keep=*/true);
+  const OptimizerOfModel here(module, optimizer, kLoad);
+  check_optim_state(here, dict);
+  return make_of_pieces(here, optimizer, dict, /*may_keep=*/true);
 }
 
 void load_optim_state_dict(ModuleRef module, torch::optim::Optimizer& optimizer, const ShardedOptimStateDict& dict) {
-  make_of_pieces({module, optimizer, kLoad}, optimizer, dict, /*may_keep=*/false).give_to_optimizer();
+  const state::OptimizerOfModel here(module, optimizer, kLoad);
+  state::check_optim_state(here, dict);
+  make_of_pieces(here, optimizer, dict, /*may_keep=*/false).give_to_optimizer();
 }
 
 void load_optim_state_dict(

@@ -201,33 +201,24 @@ class Comparison {
 };
 
 template <typename Dict>
-void check(
-    const OptimizerByName& by_name, const Dict& dict, const torch::optim::Optimizer& optimizer, const char* operation) {
-  const Lines lines = Comparison<Dict>(by_name, dict, optimizer).lines();
+void check(const OptimizerOfModel& here, const Dict& dict) {
+  const Lines lines = Comparison<Dict>(here.by_name, dict, here.optimizer).lines();
   FSDP_CHECK(
       lines.empty(),
-      "[{}] the state is another optimizer's, and none was taken:\n{}\nBuild the model and the "
-      "optimizer from which it was taken, with the same groups",
-      operation,
+      "[{}] the state is another optimizer's, and none was taken:\n{}\nBuild the model and the optimizer from which it "
+      "was taken, with the same groups",
+      here.operation,
       join(lines, "\n"));
 }
 
 } // namespace
 
-void check_optim_state(
-    const OptimizerByName& by_name,
-    const OptimStateDict& dict,
-    const torch::optim::Optimizer& optimizer,
-    const char* operation) {
-  check(by_name, dict, optimizer, operation);
+void check_optim_state(const OptimizerOfModel& here, const OptimStateDict& dict) {
+  check(here, dict);
 }
 
-void check_optim_state(
-    const OptimizerByName& by_name,
-    const ShardedOptimStateDict& dict,
-    const torch::optim::Optimizer& optimizer,
-    const char* operation) {
-  check(by_name, dict, optimizer, operation);
+void check_optim_state(const OptimizerOfModel& here, const ShardedOptimStateDict& dict) {
+  check(here, dict);
 }
 
 } // namespace fsdp::state

@@ -7,15 +7,7 @@
 namespace fsdp::state {
 
 /// An Error, with all complaints, if an optimizer cannot be given such a state.
-void check_optim_state(
-    const OptimizerByName& by_name,
-    const OptimStateDict& dict,
-    const torch::optim::Optimizer& optimizer,
-    const char* operation);
-void check_optim_state(
-    const OptimizerByName& by_name,
-    const ShardedOptimStateDict& dict,
-    const torch::optim::Optimizer& optimizer,
-    const char* operation);
+void check_optim_state(const OptimizerOfModel& here, const OptimStateDict& dict);
+void check_optim_state(const OptimizerOfModel& here, const ShardedOptimStateDict& dict);
 
 } // namespace fsdp::state

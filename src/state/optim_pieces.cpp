@@ -20,15 +20,6 @@ at::Tensor piece_of(const at::Tensor& whole, const NamedTensor& param) {
   return param.param != nullptr ? fsdp::piece_of(param.leaf(), values) : values;
 }
 
-const at::Tensor* tensor_in(const OptimStateDict& dict, const std::string& name, const std::string& key) {
-  const auto* state = dict.state.find(name);
-  if (state == nullptr) {
-    return nullptr;
-  }
-  const auto found = state->tensors.find(key);
-  return found == state->tensors.end() ? nullptr : &found->second;
-}
-
 OptimizerByName::Values numbers_of(const OptimizerByName::Values& values) {
   OptimizerByName::Values numbers;
   for (const auto& [key, value] : values) {
@@ -77,14 +68,14 @@ bool is_like_leaf(const at::Tensor& piece, const NamedTensor& param) {
 }
 
 ShardedOptimStateDict pieces_of_whole(const OptimizerOfModel& here, const OptimStateDict& state) {
-  check_optim_state(here.by_name, state, here.optimizer, here.operation);
+  check_optim_state(here, state);
   return pieces(here, state, [](const auto&, const auto&, const at::Tensor& whole) { return whole; });
 }
 
 ShardedOptimStateDict pieces_of_first_rank(const OptimizerOfModel& here, const OptimStateDict& state) {
   const FromFirstRank first(here.tensors, here.operation);
   const OptimStateDict outline = decode(first.text(first.is_first() ? encode(state) : ""));
-  check_optim_state(here.by_name, outline, here.optimizer, here.operation);
+  check_optim_state(here, outline);
   return pieces(here, outline, [&](const auto& name, const auto& key, const at::Tensor& like) {
     return first.values(like.sizes(), like.scalar_type(), tensor_in(state, name, key));
   });

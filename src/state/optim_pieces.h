@@ -1,29 +1,24 @@
 #pragma once
 
-#include <vector>
+#include <string>
 
 #include <fsdp/optim_state_dict.h>
 
-#include "state/named_tensors.h"
 #include "state/optimizer_by_name.h"
 
 /// The pieces that a rank's optimizer takes of a state.
 namespace fsdp::state {
 
-/// A model's optimizer, for the time of a call.
-struct OptimizerOfModel {
-  OptimizerOfModel(ModuleRef module, const torch::optim::Optimizer& given, const char* name_of_call)
-      : operation(name_of_call),
-        optimizer(given),
-        tensors(named_tensors(module, operation)),
-        by_name(tensors, optimizer, operation) {}
-  OptimizerOfModel(const OptimizerOfModel&) = delete; // one points into the other
-
-  const char* operation;
-  const torch::optim::Optimizer& optimizer;
-  std::vector<NamedTensor> tensors;
-  OptimizerByName by_name;
-};
+/// Null if it is not there.
+template <typename Value>
+const Value* tensor_in(const BasicOptimStateDict<Value>& dict, const std::string& name, const std::string& key) {
+  const auto* state = dict.state.find(name);
+  if (state == nullptr) {
+    return nullptr;
+  }
+  const auto found = state->tensors.find(key);
+  return found == state->tensors.end() ? nullptr : &found->second;
+}
 
 /// In memory of its own, as a state that the optimizer itself makes.
 at::Tensor like_leaf(const at::Tensor& piece, const NamedTensor& param);

@@ -62,6 +62,21 @@ class OptimizerByName {
   std::unordered_set<const NamedTensor*> optimized_; // the same
 };
 
+/// A model's optimizer, for the time of a call.
+struct OptimizerOfModel {
+  OptimizerOfModel(ModuleRef module, const torch::optim::Optimizer& given, const char* name_of_call)
+      : operation(name_of_call),
+        optimizer(given),
+        tensors(named_tensors(module, operation)),
+        by_name(tensors, optimizer, operation) {}
+  OptimizerOfModel(const OptimizerOfModel&) = delete; // one points into the other
+
+  const char* operation;
+  const torch::optim::Optimizer& optimizer;
+  std::vector<NamedTensor> tensors;
+  OptimizerByName by_name;
+};
+
 /// What an optimizer is to have.
 struct NewState {
   std::vector<std::pair<const NamedTensor*, OptimStateDict::ParamState>> params{}; ///< of tensors like the leaves

@@ -172,7 +172,7 @@ void train_over_gloo(int ranks, int one_of) {
         const auto options = options_for(product, choice);
         train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
       }
-      ++next; // 96 and 72 choices are multiples of many numbers
+      ++next; // 48 and 72 choices are multiples of three
     }
     shutdown();
   };

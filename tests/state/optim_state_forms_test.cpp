@@ -191,7 +191,7 @@ TEST(OptimStateFormsNumbers, AreThoseOfRanksThatHaveElements) {
   });
 }
 
-// Sums of numbers would lose what sums of bytes keep.
+// Sums of floats would lose what sums of integers keep.
 TEST(OptimStateFormsBits, PiecesKeepTheirBits) {
   on_threads(3, [] {
     Training rows(Form::kRows, Kind::kAdam, 10), flat(Form::kFlat, Kind::kAdam, 10);
