@@ -167,15 +167,14 @@ class WholeStates {
 
 OptimStateDict full_optim_state_dict(
     ModuleRef module, const torch::optim::Optimizer& optimizer, const FullStateDictOptions& options) {
-  const auto tensors = state::named_tensors(module, kFull);
-  const OptimizerByName by_name(tensors, optimizer, kFull);
-  const bool wanted = !options.rank0_only || state::is_first_rank(tensors);
-  WholeStates wholes(by_name, options, wanted);
-  for (const auto& unit : state::units_of(tensors)) {
+  const state::OptimizerOfModel here(module, optimizer, kFull);
+  const bool wanted = !options.rank0_only || state::is_first_rank(here.tensors);
+  WholeStates wholes(here.by_name, options, wanted);
+  for (const auto& unit : state::units_of(here.tensors)) {
     wholes.add(*unit);
   }
   OptimStateDict dict;
-  for (const NamedTensor* param : by_name.params()) {
+  for (const NamedTensor* param : here.by_name.params()) {
     if (param->param == nullptr) {
       wholes.add(*param);
     }
@@ -184,19 +183,17 @@ OptimStateDict full_optim_state_dict(
     }
   }
   if (wanted) {
-    dict.param_groups = by_name.groups();
+    dict.param_groups = here.by_name.groups();
   }
   return dict;
 }
 
 ShardedOptimStateDict sharded_optim_state_dict(ModuleRef module, const torch::optim::Optimizer& optimizer) {
-  constexpr const char* kOperation = "sharded_optim_state_dict";
-  const auto tensors = state::named_tensors(module, kOperation);
-  const OptimizerByName by_name(tensors, optimizer, kOperation);
-  const bool first_rank = state::is_first_rank(tensors);
+  const state::OptimizerOfModel here(module, optimizer, "sharded_optim_state_dict");
+  const bool first_rank = state::is_first_rank(here.tensors);
   ShardedOptimStateDict dict;
-  for (const NamedTensor* param : by_name.params()) {
-    if (auto local = by_name.state_of(*param)) {
+  for (const NamedTensor* param : here.by_name.params()) {
+    if (auto local = here.by_name.state_of(*param)) {
       ShardedOptimStateDict::ParamState state{.scalars = std::move(local->scalars)};
       for (const auto& [key, tensor] : local->tensors) {
         state.tensors[key] = like(state::held(*param, first_rank), tensor);
@@ -204,7 +201,7 @@ ShardedOptimStateDict sharded_optim_state_dict(ModuleRef module, const torch::op
       dict.state.insert(param->name, std::move(state));
     }
   }
-  for (auto& group : by_name.groups()) {
+  for (auto& group : here.by_name.groups()) {
     dict.param_groups.push_back({std::move(group.params), std::move(group.options)});
   }
   return dict;
