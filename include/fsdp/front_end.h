@@ -122,6 +122,8 @@ class FSDP_API ModuleCall {
 /// `sharded` (the unit's mesh shards over one rank): both are the gradient.
 FSDP_API void set_comm_hook(
     const FSDPModule& module, const std::function<void(const at::Tensor&, at::Tensor&)>& hook, bool sharded);
+/// Gradients are reduced in the dtype that backward makes them in: where a hook gives them another one by itself.
+FSDP_API void reduce_as_computed(const FSDPModule& module);
 /// Gradients that no backward has reduced yet are seen in the places of the shards', whole, and dropped with these.
 FSDP_API void show_waiting_gradients(const FSDPModule& module);
 /// Gradients of a unit's shards keep the dtype in which they were reduced.

@@ -46,6 +46,7 @@ void bind_comm_hook(py::module_& m) {
       py::arg("unit"),
       py::arg("hook"),
       py::arg("sharded"));
+  m.def("reduce_as_computed", &reduce_as_computed, py::arg("unit"));
   m.def("show_waiting_gradients", &show_waiting_gradients, py::arg("unit"));
   m.def("set_keep_gradient_dtype", &set_keep_gradient_dtype, py::arg("unit"), py::arg("keep"));
 }

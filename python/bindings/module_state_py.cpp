@@ -153,7 +153,7 @@ PyMethodDef call_method{
 void bind_module_state(py::module_& m) {
   py::class_<ModuleState>(m, "ModuleState")
       .def(py::init<FSDPModule>(), py::arg("unit"))
-      .def_readonly("unit", &ModuleState::unit)
+      .def_property_readonly("unit", [](const ModuleState& state) { return state.unit; }) // does not keep the state
       .def("watch", &ModuleState::watch)
       .def("watch_shadow", &ModuleState::watch_shadow)
       .def("forget", &ModuleState::forget)

@@ -241,6 +241,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   // -- gradients
 
   c10::ScalarType reduce_dtype_of(const Param& param) const;
+  /// From now on they are reduced in the dtype that backward makes them in.
+  void reduce_as_computed() {
+    precision_.reduce_dtype.reset();
+  }
   void expect_gradients(bool first_use_of_param) {
     awaiting_ += first_use_of_param ? 1 : 0;
   }

@@ -1,8 +1,8 @@
 // Ways to reduce gradients.
 
-#include <cmath>
+#include "fsdp1/comm_hooks.h"
 
-#include <fsdp/fully_sharded_data_parallel.h>
+#include <utility>
 
 #include "base/check.h"
 
@@ -41,9 +41,12 @@ void average(const at::Tensor& gradient, at::Tensor& output, Group& group, const
   group.reduce_scatter(std::move(args), label)->wait();
 }
 
-CommHook compressed(std::shared_ptr<Group> group, c10::ScalarType dtype, const char* name) {
-  check_group(group, name);
-  return [group, dtype, name](const at::Tensor& gradient, at::Tensor& output) {
+struct Compressed {
+  std::shared_ptr<Group> group;
+  c10::ScalarType dtype;
+  const char* name;
+
+  void operator()(const at::Tensor& gradient, at::Tensor& output) const {
     const at::Tensor low = gradient.to(dtype);
     if (output.is_same(gradient)) {
       at::Tensor reduced = low;
@@ -54,7 +57,12 @@ CommHook compressed(std::shared_ptr<Group> group, c10::ScalarType dtype, const c
     at::Tensor part = output.to(dtype);
     average(low, part, *group, name);
     output.copy_(part);
-  };
+  }
+};
+
+CommHook compressed(std::shared_ptr<Group> group, c10::ScalarType dtype, const char* name) {
+  check_group(group, name);
+  return Compressed{std::move(group), dtype, name};
 }
 
 } // namespace
@@ -78,6 +86,10 @@ CommHook fp16_compress_hook(std::shared_ptr<Group> group) {
 
 CommHook bf16_compress_hook(std::shared_ptr<Group> group) {
   return compressed(std::move(group), c10::kBFloat16, "bf16_compress_hook");
+}
+
+bool compresses(const CommHook& hook) {
+  return hook.target<Compressed>() != nullptr;
 }
 
 } // namespace fsdp::comm_hooks

@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "fsdp1/comm_hooks.h"
 #include "fsdp1/root_call.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
@@ -203,9 +204,12 @@ void FSDPInstance::register_comm_hook(CommHook hook) const {
         "[register_comm_hook] A communication hook is already registered: one is all that a model can have");
   }
   for (const auto& instance : instances) {
+    const FSDPModule unit(instance->unit("register_comm_hook"));
     instance->has_comm_hook = true;
-    set_comm_hook(
-        FSDPModule(instance->unit("register_comm_hook")), hook, instance->strategy != ShardingStrategy::kNoShard);
+    set_comm_hook(unit, hook, instance->strategy != ShardingStrategy::kNoShard);
+    if (comm_hooks::compresses(hook)) {
+      reduce_as_computed(unit);
+    }
   }
 }
 

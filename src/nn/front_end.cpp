@@ -223,6 +223,10 @@ void set_comm_hook(
   }
 }
 
+void reduce_as_computed(const FSDPModule& module) {
+  module.unit()->reduce_as_computed();
+}
+
 void show_waiting_gradients(const FSDPModule& module) {
   module.unit()->policy.shows_waiting_gradients = true;
 }

@@ -2,65 +2,10 @@
 
 #include <ATen/ops/empty.h>
 
-#include "base/check.h"
-#include "engine/bucket.h"
 #include "nn/same_values.h"
+#include "state/all_ranks.h"
 
 namespace fsdp::state {
-
-namespace {
-
-std::string packed(const std::vector<std::string>& texts) {
-  std::string all;
-  for (const auto& text : texts) {
-    all += std::to_string(text.size()) + ":" + text;
-  }
-  return all;
-}
-
-std::vector<std::string> unpacked(const std::string& all) {
-  std::vector<std::string> texts;
-  for (size_t at = 0; at < all.size(); at += texts.back().size()) {
-    const size_t colon = all.find(':', at);
-    texts.push_back(all.substr(colon + 1, std::stoull(all.substr(at, colon - at))));
-    at = colon + 1;
-  }
-  return texts;
-}
-
-} // namespace
-
-std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label) {
-  std::vector<std::string> all{mine};
-  for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
-    const auto of_groups = mesh.group(dim)->exchange(packed(all), label);
-    all.clear();
-    for (const auto& of_group : of_groups) {
-      const auto texts = unpacked(of_group);
-      all.insert(all.end(), texts.begin(), texts.end());
-    }
-  }
-  return all;
-}
-
-std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation) {
-  std::optional<Mesh> all;
-  for (const auto& tensor : tensors) {
-    if (tensor.param == nullptr) {
-      continue;
-    }
-    const Mesh& mesh = tensor.param->bucket().options().mesh;
-    FSDP_CHECK(
-        !all || *all == mesh,
-        "[{}] values go from rank to rank only where all parameters are on one mesh, but these lie on {} and {}: give "
-        "whole values (full_state_dict's, full_optim_state_dict's) on every rank",
-        operation,
-        all->str(),
-        mesh.str());
-    all = mesh;
-  }
-  return all;
-}
 
 FromFirstRank::FromFirstRank(const std::vector<NamedTensor>& tensors, const char* operation)
     : label_{operation, ""}, is_first_(is_first_rank(tensors)), mesh_(mesh_of(tensors, operation)) {}

@@ -13,12 +13,6 @@
 
 namespace fsdp::state {
 
-/// On which all of these lie; unset where nothing is sharded. An Error if they lie on several.
-std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation);
-
-/// What all ranks of a mesh say. Collective.
-std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label);
-
 /// Where the first rank has all values: its word, and its tensors, go to the others of the mesh on which a model lies.
 class FromFirstRank {
  public:

@@ -9,7 +9,7 @@
 
 #include "base/check.h"
 #include "engine/internal_scope.h"
-#include "state/first_rank.h"
+#include "state/all_ranks.h"
 #include "state/optim_comparison.h"
 #include "state/optim_outline.h"
 

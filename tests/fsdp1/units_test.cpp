@@ -323,6 +323,22 @@ TEST(UnitsOverGloo, ReduceByHooks) {
   });
 }
 
+TEST(Hooks, ThatCompressAreGivenGradientsAsBackwardMadeThem) {
+  on_threads(2, [] {
+    for (const auto strategy : {ShardingStrategy::kFullShard, ShardingStrategy::kNoShard}) {
+      const MixedPrecision precision{.reduce_dtype = torch::kBFloat16};
+      nn::Sequential layer(nn::Linear(nn::LinearOptions(4, 4).bias(false)));
+      Wrapped model(layer, {.sharding_strategy = strategy, .mixed_precision = precision});
+      model.register_comm_hook(comm_hooks::fp16_compress_hook(world()));
+      const double fits_half_alone = 1 + std::pow(2, -9);
+      model(torch::full({1, 4}, fits_half_alone)).sum().backward();
+      const at::Tensor gradient = model->parameters()[0].grad();
+      EXPECT_EQ(gradient.scalar_type(), torch::kFloat);
+      EXPECT_TRUE(gradient.eq(fits_half_alone).all().item<bool>()) << gradient;
+    }
+  });
+}
+
 TEST(Hooks, ThatThrowBreakTheBackwardAndTheModelGoesOn) {
   on_threads(2, [] {
     Wrapped model(two_layers(), {.auto_wrap_policy = linears()});

@@ -96,6 +96,23 @@ def test_hooks_of_low_precision():
                 check_close(ours, gradients(reduced, steps=1), rtol=2e-2, atol=1e-3)
 
 
+@on_ranks(2, comm=("shm", "gloo"))
+def test_hooks_of_low_precision_are_given_gradients_as_backward_made_them():
+    fits_half_alone = 1 + 2**-9
+    precision = MixedPrecision(reduce_dtype=torch.bfloat16)
+    with mock.patch.object(torch.Tensor, "record_stream", lambda *_: None):
+        for strategy in (*SHARDED, ShardingStrategy.NO_SHARD):
+            for wrap in BOTH:
+                model = wrap(nn.Linear(3, 2, bias=False), sharding_strategy=strategy, mixed_precision=precision)
+                model.register_comm_hook(
+                    default_hooks.LowPrecisionState(dist.group.WORLD), default_hooks.fp16_compress_hook
+                )
+                model(torch.full((1, 3), fits_half_alone)).sum().backward()
+                gradient = next(model.parameters()).grad
+                assert gradient.dtype == torch.float32
+                assert gradient.tolist() == [fits_half_alone] * len(gradient), (wrap, strategy)
+
+
 @on_ranks(2, comm=("gloo",))
 def test_hooks_are_registered_once_and_on_the_root():
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))

@@ -286,11 +286,15 @@ def test_wrappers_are_of_one_kind():
 
 @on_ranks(2, comm=("shm",))
 def test_models_are_freed():
-    model = wrapped(seeded(blocks), FSDP)
-    loss_of(model, mine(rows(0, 5))).backward()
-    references = [weakref.ref(each) for each in (model, model.module, model[0])]
-    gc.collect()
-    gc.disable()
-    del model
-    assert all(reference() is None for reference in references)
-    gc.enable()
+    """With all that holds their shards."""
+    for use_orig_params in (False, True):
+        model = wrapped(seeded(blocks), FSDP, use_orig_params=use_orig_params)
+        loss_of(model, mine(rows(0, 5))).backward()
+        parts = (model, model.module, model[0], model._fsdp_state, model[1]._fsdp_state)
+        references = [weakref.ref(each) for each in parts]
+        del parts
+        gc.collect()
+        gc.disable()
+        del model
+        assert [reference() for reference in references] == [None] * len(references), use_orig_params
+        gc.enable()

@@ -3,6 +3,7 @@
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
 from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
+from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.fsdp._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, clean_tensor_name
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
@@ -11,6 +12,7 @@ from torch.distributed.fsdp._wrap_utils import _auto_wrap
 __all__ = [
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
+    "LOW_PRECISION_HOOKS",
     "ActivationWrapper",
     "Shard",
     "ShardedTensor",

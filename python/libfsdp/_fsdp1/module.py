@@ -26,7 +26,7 @@ from .. import _C
 from .._state import _cast_to, map_tensors
 from .._tools import clip_grad_norm_
 from . import optimizer_legacy, optimizer_state_dicts, state_dict_types, state_dicts
-from ._pytorch import FSDP_PREFIX, TrainingState, auto_wrap, without_checkpoint
+from ._pytorch import FSDP_PREFIX, LOW_PRECISION_HOOKS, TrainingState, auto_wrap, without_checkpoint
 from .buffers import cast_buffers, restore_buffers
 from .copies import copy_values, copy_wrapped
 from .device import compute_device, managed_params, materialize
@@ -335,12 +335,14 @@ class FullyShardedDataParallel(nn.Module):
         for instance in instances:
             instance._reduce_by(functools.partial(hook, state))
 
-    _comm_hook: Callable | None = None
+    _comm_hook: functools.partial | None = None
 
-    def _reduce_by(self, hook: Callable) -> None:
+    def _reduce_by(self, hook: functools.partial) -> None:
         self._comm_hook = hook
         sharded = self.sharding_strategy is not ShardingStrategy.NO_SHARD
         _C.set_comm_hook(self._fsdp_state.unit, hook, sharded)
+        if hook.func in LOW_PRECISION_HOOKS:
+            _C.reduce_as_computed(self._fsdp_state.unit)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of the unwrapped module, with whole values. Collective."""
