@@ -23,6 +23,7 @@ def summoned(
 ) -> Iterator[None]:
     """``places``: a path, a module and the name of a sharded parameter there. ``only``: of this unit."""
     slots, shown = [], []
+    given: dict[tuple[nn.Module, str], torch.Tensor] = {}
     for path, owner, name in places:
         registered = Registered.of(owner)
         if name in registered.hidden:
@@ -30,7 +31,7 @@ def summoned(
                 f"libfsdp.summon_full_params does not show '{path}', which is part of a flat parameter: use "
                 "FullyShardedDataParallel.summon_full_params(model)"
             )
-        slots.append((path, local_of(registered[name]), functools.partial(_register_whole, owner, name)))
+        slots.append((path, local_of(registered[name]), functools.partial(_register_whole, given, owner, name)))
         shown.append((owner, name, registered.sharded[name]))
     wholes = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)
     for owner, name, sharded in shown:
@@ -39,6 +40,8 @@ def summoned(
         yield
     finally:
         try:
+            if writeback:
+                take_assigned(given)
             wholes.end()
         finally:
             for owner, name, sharded in shown:
@@ -46,7 +49,32 @@ def summoned(
                 sharded.enter(owner, name)
 
 
-def _register_whole(owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _register_whole(given: dict[tuple[nn.Module, str], torch.Tensor], owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     registered = Registered.of(owner)
     tensor._is_param = True
-    registered.exchange_quietly(name, registered.sharded[name].as_given(tensor))
+    shown = registered.sharded[name].as_given(tensor)
+    registered.exchange_quietly(name, shown)
+    if shown is tensor:
+        given[owner, name] = tensor
+
+
+@torch.no_grad()
+def take_assigned(wholes: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
+    """What users have put in the places of wholes."""
+    for (owner, name), whole in wholes.items():
+        current = owner._parameters.get(name)
+        if current is not None and current is not whole:
+            whole.data = current.detach()
+
+
+@contextmanager
+def exchanged(tensors: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+    """These are registered in the places of others. What the modules' code reads stays."""
+    former = {(owner, name): dict.get(owner._parameters, name) for owner, name in tensors}
+    try:
+        for (owner, name), tensor in tensors.items():
+            Registered.of(owner).exchange_quietly(name, tensor)
+        yield
+    finally:
+        for (owner, name), tensor in former.items():
+            Registered.of(owner).exchange_quietly(name, tensor)

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from .._registered import Registered, remember
 from .._sharded import OnTheWhole, Sharded
+from .._summon import take_assigned
 from .device import Place
 from .plain import Calls
 from .state import WrapperState
@@ -147,7 +148,6 @@ class FlatState(WrapperState):
     def __init__(self, unit: _C.Unit, place: Place, calls: Calls):
         super().__init__(unit, place, calls)
         self.flat: Flat | None = None
-        self._loading = contextlib.ExitStack()
 
     def show_flat(self, owner: nn.Module) -> Flat:
         self.flat = Flat(self.unit, owner)
@@ -181,14 +181,6 @@ class FlatState(WrapperState):
             part.follow(module, name)
             self._watch(module, name)
 
-    def begin_loading(self, places: list[PlaceOfPart]) -> None:
-        """Whole parameters are in the places until the end."""
-        self._loading.enter_context(summoned(self, places, True, False, False))
-
-    def end_loading(self) -> None:
-        """Also of what an exception has broken off."""
-        self._loading.close()
-
 
 @contextlib.contextmanager
 def summoned(
@@ -203,7 +195,7 @@ def summoned(
             yield
         finally:
             if writeback:
-                _take_assigned(wholes)
+                take_assigned(wholes)
             guard.end()
 
 
@@ -215,15 +207,6 @@ def _keeper(
         wholes[owner, name] = whole
 
     return keep
-
-
-@torch.no_grad()
-def _take_assigned(wholes: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-    """What users have put in the places of wholes."""
-    for (owner, name), whole in wholes.items():
-        current = owner._parameters.get(name)
-        if current is not None and current is not whole:
-            whole.data = current.detach()
 
 
 @contextlib.contextmanager

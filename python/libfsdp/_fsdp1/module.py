@@ -346,7 +346,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of the unwrapped module, with whole values. Collective."""
-        with state_dicts.own_names(self):
+        with state_dicts.wholes_in_places(self):
             return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """What a wrapper keeps of its unit, and how wrappers are found."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -21,6 +22,19 @@ class WrapperState(FSDPState):
     def __init__(self, unit: _C.Unit, place: Place, calls: Calls):
         super().__init__(unit, {"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}, [place])
         self.calls = calls
+        self._loading = contextlib.ExitStack()
+
+    def begin_loading(self, wholes: contextlib.AbstractContextManager[None]) -> None:
+        """They are in the places of parameters until the end."""
+        self._loading.enter_context(wholes)
+
+    def end_loading(self) -> None:
+        """Also of what an exception has broken off."""
+        self._loading.close()
+
+    def follow(self, called: nn.Module | None = None) -> None:
+        self.end_loading()
+        super().follow(called)
 
     def heed(self) -> None:
         """Takes over what users have put in the places of parameters since the last call. Collective where they have."""

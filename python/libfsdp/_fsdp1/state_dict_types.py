@@ -88,11 +88,16 @@ def type_for_a_while(module: nn.Module, *settings: Any) -> Iterator[None]:
 
 def settings_in_use(instance: "FullyShardedDataParallel") -> StateDictSettings:
     """What a state dict of this wrapper goes by."""
+    is_cut = instance.sharding_strategy is not ShardingStrategy.NO_SHARD
+    return instance._state_dict_settings if is_cut else default_settings()
+
+
+def check_settings(instance: "FullyShardedDataParallel") -> StateDictSettings:
+    """Those in use, once for each state dict."""
     if instance.sharding_strategy is ShardingStrategy.NO_SHARD:
         warnings.warn(
             "When using ``NO_SHARD`` for ``ShardingStrategy``, full_state_dict will be returned.", stacklevel=5
         )
-        return default_settings()
-    settings = instance._state_dict_settings
-    _note_mesh(instance, settings.state_dict_config)
-    return settings
+    else:
+        _note_mesh(instance, instance._state_dict_settings.state_dict_config)
+    return settings_in_use(instance)

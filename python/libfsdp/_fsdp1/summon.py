@@ -47,12 +47,7 @@ def _summon_own(
     writeback = writeback or (instance.sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
     writeback = writeback and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
-    if isinstance(state, FlatState):
-        showing = flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
-    else:
-        places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
-        showing = summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads)
-    with showing:
+    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads):
         instance._summoned = True
         for part in given:
             part.grad = None
@@ -60,6 +55,21 @@ def _summon_own(
             yield
         finally:
             instance._summoned = False
+
+
+def wholes_of(
+    instance: "FullyShardedDataParallel",
+    writeback: bool,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> contextlib.AbstractContextManager[None]:
+    """In the places of its own parameters, on the ranks that are to have them."""
+    state = instance._fsdp_state
+    if isinstance(state, FlatState):
+        return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
+    places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
+    return summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads)
 
 
 def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:
