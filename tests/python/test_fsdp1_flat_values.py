@@ -194,6 +194,21 @@ def test_loading_takes_parameters_over():
     check_training(model, reference)
 
 
+@on_ranks(2, 3, comm=("shm", "gloo"))
+def test_writes_that_no_operator_shows_between_evaluations():
+    for use_orig_params in (False, True):
+        model, reference = wrapped(seeded(blocks), FSDP, use_orig_params=use_orig_params), seeded(blocks)
+        batch = rows(0, 5)
+        with torch.no_grad():
+            for _ in range(3):
+                torch.testing.assert_close(model(batch), reference(batch), rtol=0, atol=0)
+                model.note_shard_writes()
+                for parameter in model.parameters():
+                    parameter.data.numpy()[...] *= 2
+                for parameter in reference.parameters():
+                    parameter.mul_(2)
+
+
 class Interleaved(nn.Module):
     """A parameter to be ignored between others, and buffers."""
 

@@ -344,6 +344,11 @@ class FullyShardedDataParallel(nn.Module):
         if hook.func in LOW_PRECISION_HOOKS:
             _C.reduce_as_computed(self._fsdp_state.unit)
 
+    def note_shard_writes(self) -> None:
+        """Call it before this rank's parts are written by what no operator shows (numpy, a kernel of another library, an
+        address). Not needed between the end of a backward and the next step. For the whole model. Collective."""
+        self._fsdp_state.unit.note_shard_writes()
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of the unwrapped module, with whole values. Collective."""
         with state_dicts.wholes_in_places(self):
