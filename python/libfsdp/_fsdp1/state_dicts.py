@@ -31,12 +31,12 @@ def wholes_in_places(wrapper: nn.Module) -> Iterator[None]:
     if _is_in(wrapper, StateDictType.LOCAL_STATE_DICT):
         yield
         return
-    places = list(own_params(wrapper))
+    state = wrapper._fsdp_state
+    are_hidden = isinstance(state, FlatState) and not wrapper._summoned
+    places = [place for place in own_params(wrapper) if are_hidden or place[1]._parameters.get(place[2]) is not None]
     wholes = _wholes(wrapper, [sharded for _, _, _, sharded in places])
     at = {(owner, name): wholes[sharded] for _, owner, name, sharded in places}
-    state = wrapper._fsdp_state
-    hidden = isinstance(state, FlatState) and not wrapper._summoned
-    with shown(state, places, at.get) if hidden else exchanged(at):
+    with shown(state, places, at.get) if are_hidden else exchanged(at):
         yield
 
 
