@@ -16,6 +16,7 @@
 #include "base/check.h"
 #include "base/env.h"
 #include "comm/arguments.h"
+#include "comm/c10d/gloo_threads.h"
 #include "comm/c10d/private_home.h"
 #include "comm/c10d/reductions.h"
 #include "comm/within_limit.h"
@@ -107,6 +108,7 @@ void ignore_broken_pipes() {
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options) {
   ignore_broken_pipes();
+  let_gloo_threads_stand_back();
   return std::make_shared<C10dGroup>(std::move(process_group), options);
 }
 
