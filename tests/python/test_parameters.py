@@ -471,10 +471,11 @@ def test_what_cannot_be_written_back_is_an_error():
 
 
 @on_ranks(2, comm=("shm",))
-def test_others_in_the_places_of_summoned_parameters_are_dropped():
+def test_others_in_the_places_of_summoned_parameters_are_written_back():
     model, reference = sharded_mlp(), seeded(mlp)
     with libfsdp.summon_full_params(model):
-        model[0].weight = nn.Parameter(torch.zeros(7, 5))
+        model[0].weight = nn.Parameter(torch.ones(7, 5))
+    nn.init.ones_(reference[0].weight)
     check_training(model, reference, loss_of, (5,), exact=True, steps=1)
 
 
