@@ -73,6 +73,16 @@ std::string to_text(const py::handle& object, const std::string& name) {
   return {text, static_cast<size_t>(length)};
 }
 
+at::Tensor to_tensor(const py::handle& object, const std::string& name) {
+  auto tensor = object.cast<at::Tensor>();
+  if (tensor.key_set().has(c10::DispatchKey::Python)) {
+    throw Error(
+        "[save] '" + name + "' is, or has in it, " + py::repr(py::type::handle_of(object)).cast<std::string>() +
+        ", whose values only its own code knows: give a plain tensor, of a DTensor full_tensor()");
+  }
+  return tensor;
+}
+
 IValue to_value(const py::handle& object, const std::string& name, int depth) {
   if (depth == kDeepest) {
     throw Error("[save] '" + name + "' contains itself, or has more than 32 levels: give it flatter, or as a text");
@@ -93,7 +103,7 @@ IValue to_value(const py::handle& object, const std::string& name, int depth) {
     return to_text(object, name);
   }
   if (THPVariable_Check(object.ptr())) {
-    return object.cast<at::Tensor>();
+    return to_tensor(object, name);
   }
   if (py::isinstance<py::tuple>(object)) {
     return c10::ivalue::Tuple::create(to_each(object, name, depth + 1));

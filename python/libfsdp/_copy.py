@@ -6,6 +6,7 @@ The copy is made with placeholders on the meta device, sharded as the original w
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import _C
@@ -15,6 +16,7 @@ from ._sharded import Sharded
 from ._state import FSDPState, state_of, states_below
 
 
+@torch.inference_mode(False)  # what is made here may be trained
 def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = states_below(module)
     for state in states:
@@ -34,7 +36,7 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     twin = _copy_unsharded(module, memo)
     pairs = dict(zip(module.modules(), twin.modules(), strict=True))
     stand_ins = {memo[id(each.parameter)] for each in copied}
-    for state in states:
+    for state in _inner_first(states, module):
         _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], stand_ins)
     for state in states:
         for owner, name, each in state.sharded():
@@ -47,6 +49,24 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         if (state := state_of(each)) is not None:
             state.follow(each)
     return twin
+
+
+def _inner_first(states: list[FSDPState], module: nn.Module) -> list[FSDPState]:
+    """Units that were made below ones that had been there before them too."""
+    ordered: dict[FSDPState, None] = {}
+    seen = set()
+
+    def visit(state: FSDPState) -> None:
+        if state not in seen:
+            seen.add(state)
+            for each in (each for each in module.modules() if state_of(each) is state):
+                for inner in states_below(each):
+                    visit(inner)
+            ordered[state] = None
+
+    for state in states:
+        visit(state)
+    return list(ordered)
 
 
 def _copy_unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

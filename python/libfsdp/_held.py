@@ -3,6 +3,7 @@
 
 import dataclasses
 import math
+import re
 import warnings
 from collections.abc import Container, Iterator
 
@@ -83,7 +84,7 @@ def _buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _clean(path: str, name: str) -> str:
-    return clean_tensor_name(f"{path}.{name}" if path else name).replace("_orig_mod.", "")
+    return re.sub(r"(?<![^.])_orig_mod\.", "", clean_tensor_name(f"{path}.{name}" if path else name))
 
 
 def _held_parameter(

@@ -1,5 +1,6 @@
 """A module's registered parameters, where some are sharded."""
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator, ValuesView
 from typing import TYPE_CHECKING, Any
@@ -168,6 +169,25 @@ class Registered(dict):
 
     def __reduce_ex__(self, _protocol: Any) -> Any:
         return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor | None]:
+        """Of a module that is copied with the one that shards its parameters, or while these are whole: then what the
+        module's code reads is copied as what is registered."""
+        for name, sharded in {**self.sharded, **self.hidden}.items():
+            present = dict.get(self, name)
+            is_whole = present is not None and present is not sharded.parameter
+            if is_whole and name in self.module().__dict__:
+                memo[id(self.module().__dict__[name])] = copy.deepcopy(present, memo)
+            elif not is_whole and (name in self.hidden or present is not None):
+                self._check_copied(name, sharded, memo)
+        return copy.deepcopy(dict(self), memo)
+
+    def _check_copied(self, name: str, sharded: "Sharded", memo: dict[int, Any]) -> None:
+        if id(sharded.handle) not in memo:
+            raise TypeError(
+                f"copy.deepcopy of a {type(self.module()).__name__} whose '{name}' a module above it has sharded: copy that "
+                "module, or this one within summon_full_params, where parameters are whole and so are the copy's"
+            )
 
 
 def _is_traced(tensor: torch.Tensor | None) -> bool:

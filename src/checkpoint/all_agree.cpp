@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include <c10/util/Exception.h>
+
 #include <fsdp/init.h>
 
 #include "base/check.h"
@@ -19,6 +21,8 @@ std::string error_of(const std::function<void()>& body) {
     return "";
   } catch (const CommError&) {
     throw; // there is no group to talk to
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
   } catch (const std::exception& error) {
     const std::string text = error.what();
     return text.empty() ? "an error without a text" : text;

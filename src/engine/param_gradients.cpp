@@ -166,7 +166,8 @@ void Param::add_gradient(at::Tensor arrived) {
     arrived = arrived.to_dense();
   }
   const bool of_a_subclass = arrived.key_set().has(c10::DispatchKey::Python);
-  if (of_a_subclass || arrived.strides() != c10::IntArrayRef(layout_.strides())) {
+  const bool is_seen_otherwise = arrived.is_conj() || arrived.is_neg(); // than it lies in memory
+  if (of_a_subclass || is_seen_otherwise || arrived.strides() != c10::IntArrayRef(layout_.strides())) {
     auto dense = at::empty_strided(layout_.sizes(), layout_.strides(), arrived.options());
     dense.copy_(arrived);
     arrived = dense;

@@ -7,6 +7,20 @@
 
 namespace fsdp::state {
 
+namespace {
+
+const at::Tensor& elements_of(const at::Tensor& whole) {
+  return whole;
+}
+const at::Tensor& elements_of(const HeldTensor& piece) {
+  return piece.local;
+}
+bool has_values(const at::Tensor& elements) {
+  return elements.layout() == c10::kStrided && !elements.is_meta();
+}
+
+} // namespace
+
 template <typename Values>
 IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state) {
   IncompatibleKeys keys;
@@ -40,6 +54,8 @@ std::vector<std::string> complaints(
     if (value != nullptr && sizes_of(*value) != entry.sizes()) {
       lines.push_back(
           phrase("'{}' has sizes {} in the model and {} there", entry.name, entry.sizes(), sizes_of(*value)));
+    } else if (value != nullptr && !has_values(elements_of(*value))) {
+      lines.push_back(phrase("'{}' is no dense tensor with values there: sparse, or on the meta device", entry.name));
     }
   }
   return lines;

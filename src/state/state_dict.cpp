@@ -6,7 +6,9 @@
 #include <unordered_set>
 #include <utility>
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/front_end.h>
@@ -67,10 +69,17 @@ std::vector<std::string> lines_of(const std::string& text) {
   return lines;
 }
 
+void write(const NamedTensor& entry, const at::Tensor& piece) {
+  at::Tensor to(entry.leaf());
+  if (at::has_internal_overlap(to) == at::MemOverlap::Yes) { // a buffer that was expanded
+    to.set_data(at::empty(to.sizes(), to.options()));
+  }
+  to.copy_(piece); // seen as every write
+}
+
 void load(const NamedTensor& entry, const at::Tensor& value) {
   const c10::NoGradGuard no_grad;
-  const at::Tensor piece = entry.param != nullptr ? fsdp::piece_of(entry.leaf(), value.detach()) : value;
-  at::Tensor(entry.leaf()).copy_(piece); // seen as every write
+  write(entry, entry.param != nullptr ? fsdp::piece_of(entry.leaf(), value.detach()) : value);
 }
 
 void load(const NamedTensor& entry, const HeldTensor& there) {
@@ -81,7 +90,7 @@ void load(const NamedTensor& entry, const HeldTensor& there) {
     const HeldTensor here = fsdp::held(entry.leaf());
     piece = layout::taken_from(state::as_piece(there), state::as_piece(here));
   }
-  at::Tensor(entry.leaf()).copy_(piece);
+  write(entry, piece);
 }
 
 bool covers(const HeldTensor& there, const NamedTensor& entry) {

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import loss_of, recorded, seeded
+from subjects import loss_of, mine, recorded, rows, seeded, whole
 
 WIDTH = 4
 
@@ -77,3 +77,26 @@ def test_a_step_between_forward_and_backward_is_an_error(sharded):
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+class Conjugating(nn.Module):
+    """Autograd gives its weights' gradients as conjugates, or negatives, of what lies in memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+        self.straight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = torch.complex(x, x * x)
+        return torch.view_as_real(x @ self.turned.mH @ self.straight.conj()).tanh()
+
+
+@on_ranks(1, 2, 3)
+def test_gradients_that_are_seen_otherwise_than_they_lie_in_memory():
+    model, reference = fully_shard(seeded(Conjugating)), seeded(Conjugating)
+    for step in range(2):
+        loss_of(model, mine(rows(step, 4))).backward()
+        loss_of(reference, rows(step, 4)).backward()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad)

@@ -47,6 +47,7 @@ def test_mistakes_are_named(folder=None):
         (lambda: libfsdp.save(folder, model, extra={"x": np.float32(1)}), r"numpy.float32.*give .* \.item\(\)"),
         (lambda: libfsdp.save(folder, model, extra={"x": "\ud800"}), "'x' is, or has in it, a text that is no Unicode"),
         (lambda: libfsdp.save(folder, model, extra={"x": torch.eye(3).to_sparse()}), "'extra/x' is sparse"),
+        (lambda: libfsdp.save(folder, model, extra={"x": next(libfsdp.fully_shard(nn.Linear(2, 2)).parameters())}), r"'x' is, .*DTensor.*full_tensor\(\)"),
         (lambda: libfsdp.save(folder, nn.Linear(2, 2, device="meta")), "'model/weight' is on the meta device"),
         (lambda: libfsdp.save(folder, model, keep_last=-1), "keep_last of 0 or more, got -1"),
         (lambda: libfsdp.save(f"{folder}/file", model), "there is a file where a folder is wanted"),

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -10,7 +11,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness import on_ranks
-from libfsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, describe, fully_shard
+from libfsdp import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    summon_full_params,
+)
 from subjects import loss_of, mine, rows, seeded, whole
 
 
@@ -226,3 +235,69 @@ def test_collectives_of_the_users_are_the_copys_too():
     twin = copy.deepcopy(model)
     loss_of(twin, mine(rows(0, 4))).backward()
     assert set(calls) == {2}
+
+
+class Encoder(nn.Module):
+    """Its block is a unit of its own, its norm belongs to the unit above."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, x):
+        return self.norm(self.block(x))
+
+
+def two_encoders(shard):
+    model = nn.Sequential(seeded(Encoder), nn.Linear(4, 4))
+    shard(model[0].block)
+    return shard(model)
+
+
+def in_flat(module):
+    return FullyShardedDataParallel(module)
+
+
+def in_parts(module):
+    return FullyShardedDataParallel(module, use_orig_params=True)
+
+
+@on_ranks(1, 2, comm=("shm", "gloo"))
+def test_copies_of_parts_whose_parameters_a_module_above_has_sharded():
+    """Are refused, where they would read other parameters than they register. Whole, they are whole."""
+    for shard, summon in (
+        (fully_shard, summon_full_params),
+        (in_flat, FullyShardedDataParallel.summon_full_params),
+        (in_parts, FullyShardedDataParallel.summon_full_params),
+    ):
+        model = two_encoders(shard)
+        norm = (model if shard is fully_shard else model.module)[0].norm
+        with pytest.raises(TypeError, match="copy.deepcopy of a LayerNorm whose 'weight' a module above it has sharded"):
+            copy.deepcopy(norm)
+        with summon(model):
+            twin = copy.deepcopy(norm)
+        loss_of(model, mine(rows(0, 4))).backward()
+        assert twin(torch.arange(4.0)).std() > 0.5
+        twin.load_state_dict({name: torch.zeros_like(value) for name, value in twin.state_dict().items()})
+        assert not twin(torch.arange(4.0)).any() and norm.weight.all()
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_unit_that_was_made_below_another_one():
+    model = fully_shard(seeded(Layers))
+    model.down = nn.Linear(8, 4)
+    nn.init.ones_(model.down.weight)
+    nn.init.ones_(model.down.bias)
+    fully_shard(model.down)
+    twin = copy.deepcopy(model)
+    trained = train(twin)
+    assert all(torch.equal(trained[name], value) for name, value in train(model).items())
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_copy_that_is_made_in_inference_mode_is_trained():
+    model = blocks(seeded(Layers))
+    with torch.inference_mode():
+        twin = copy.deepcopy(model)
+    trained = train(twin)
+    assert all(torch.equal(trained[name], value) for name, value in train(model).items())

@@ -173,6 +173,43 @@ TEST_P(StateDicts, OfAnotherModelAreAnErrorThatWritesNothing) {
   });
 }
 
+TEST_P(StateDicts, WithoutValuesAreAnErrorThatWritesNothing) {
+  on_threads(GetParam(), [] {
+    for (const bool broadcast : {false, true}) {
+      for (const bool sparse : {false, true}) {
+        Net net(1000);
+        shard(net, Cut::kAlongDimensions);
+        StateDict state;
+        if (!broadcast || rank() == 0) {
+          state = full_state_dict(Net(5000));
+          state["tied"] = sparse ? state["tied"].to_sparse() : state["tied"].to(torch::kMeta);
+        }
+        const LoadStateDictOptions options{.broadcast_from_rank0 = broadcast};
+        const auto message = error_message([&] { load_state_dict(net, state, options); });
+        EXPECT_TRUE(contains(message, "'tied' is no dense tensor with values")) << message;
+        expect_equal(full_state_dict(net), full_state_dict(Net(1000)));
+      }
+    }
+  });
+}
+
+TEST_P(StateDicts, GoIntoBuffersThatWereExpanded) {
+  on_threads(GetParam(), [] {
+    const auto expanded = [](double value) {
+      Net net;
+      net->register_buffer("mask", torch::full({1, 4}, value).expand({4, 4}));
+      return net;
+    };
+    Net net = expanded(1), other = expanded(2);
+    shard(net, Cut::kAlongDimensions);
+    shard(other, Cut::kAlongDimensions);
+    load_state_dict(net, full_state_dict(other));
+    EXPECT_TRUE(net->named_buffers()["mask"].equal(torch::full({4, 4}, 2.0)));
+    load_state_dict(other, sharded_state_dict(net));
+    EXPECT_TRUE(other->named_buffers()["mask"].equal(torch::full({4, 4}, 2.0)));
+  });
+}
+
 TEST_P(StateDicts, NeedNotBeCompleteUnlessStrict) {
   on_threads(GetParam(), [] {
     for (const bool broadcast : {false, true}) {
