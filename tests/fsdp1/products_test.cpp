@@ -153,45 +153,29 @@ INSTANTIATE_TEST_SUITE_P(All, Products, ::testing::ValuesIn(products()), [](cons
   return name_of(info.param);
 });
 
-/// Over Gloo, on processes: of all choices one of so many, and others for the next strategy.
-void train_over_gloo(int ranks, int one_of) {
-  const auto train_all = [=] {
+class ProductsOverGloo : public ::testing::TestWithParam<int> {};
+
+TEST_P(ProductsOverGloo, TrainAsUnsharded) {
+  const auto train_all = [] {
     init({.backend = "gloo", .device = "cpu"});
-    int next = 0;
     for (const Product& product : products()) {
-      if (product.ranks != ranks) {
+      if (product.ranks != GetParam()) {
         continue;
       }
       References references(arrangement_of(product));
       for (const Choice& choice : choices_for(product)) {
-        if (next++ % one_of != 0) {
-          continue;
-        }
         SCOPED_TRACE(name_of(product) + ": " + choice.str());
         const auto [trial, reference] = references.of(choice);
         const auto options = options_for(product, choice);
         train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
       }
-      ++next; // 48 and 72 choices are multiples of three
     }
     shutdown();
   };
-  on_processes(ranks, train_all, {.timeout = std::chrono::minutes(8)}); // beside others, or with sanitizers
+  on_processes(GetParam(), train_all, {.timeout = std::chrono::minutes(8)}); // beside others, or with sanitizers
 }
 
-TEST(ProductsOverGloo, TrainAsUnsharded) {
-  train_over_gloo(1, 1);
-  train_over_gloo(2, 1);
-}
-
-// Where each costs many messages.
-TEST(ProductsOverGloo, TrainAsUnshardedOnThreeRanks) {
-  train_over_gloo(3, 3);
-}
-
-TEST(ProductsOverGloo, TrainAsUnshardedOnFourRanks) {
-  train_over_gloo(4, 5);
-}
+INSTANTIATE_TEST_SUITE_P(Ranks, ProductsOverGloo, ::testing::Values(1, 2, 3, 4));
 
 /// A layer that is used twice, around one that is skipped.
 struct SkipsImpl : torch::nn::Module {
