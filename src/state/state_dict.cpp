@@ -70,7 +70,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 void write(const NamedTensor& entry, const at::Tensor& piece) {
-  at::Tensor to(entry.leaf());
+  const at::Tensor& to = entry.leaf();
   if (at::has_internal_overlap(to) == at::MemOverlap::Yes) { // a buffer that was expanded
     to.set_data(at::empty(to.sizes(), to.options()));
   }
