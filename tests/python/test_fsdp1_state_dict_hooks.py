@@ -274,4 +274,4 @@ def test_what_is_assigned_while_parameters_are_whole_is_taken():
     layer = libfsdp.fully_shard(linear())
     with libfsdp.summon_full_params(layer):
         layer.weight = nn.Parameter(3 * WEIGHT)
-    assert torch.equal(layer.weight.full_tensor() if hasattr(layer.weight, "full_tensor") else layer.weight, 3 * WEIGHT)
+    assert torch.equal(layer.weight, 3 * WEIGHT)

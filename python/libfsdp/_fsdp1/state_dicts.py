@@ -61,15 +61,13 @@ def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
         for key in [key for key in state_dict if key.startswith(prefix)]:
             del state_dict[key]
         return
-    given: dict[PlainSharded | Part, tuple[torch.Tensor, torch.Tensor]] = {}
+    given: dict[PlainSharded | Part, tuple[torch.Tensor, torch.Tensor]] = {}  # as saved, and in the form that is asked for
     for path, _, _, sharded in own_params(wrapper):
         value = state_dict.get(prefix + path)
         if isinstance(value, torch.Tensor):
-            saved, shown_for = given.get(sharded, (None, None))
-            if saved is None or not saved.is_set_to(value):  # else it is tied
-                shown_for = _shown(value.detach(), wrapper, in_rows, config.offload_to_cpu)
-                given[sharded] = value, shown_for
-            state_dict[prefix + path] = shown_for
+            if sharded not in given or not given[sharded][0].is_set_to(value):  # else it is tied
+                given[sharded] = value, _in_form(value.detach(), wrapper, in_rows, config.offload_to_cpu)
+            state_dict[prefix + path] = given[sharded][1]
     for path, buffer in own_buffers(wrapper):
         value = state_dict.get(prefix + path)
         if isinstance(value, torch.Tensor):
@@ -77,7 +75,7 @@ def _show_values(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, _m
             state_dict[prefix + path] = value.cpu() if config.offload_to_cpu else value
 
 
-def _shown(value: torch.Tensor, wrapper: nn.Module, in_rows: bool, offload_to_cpu: bool) -> torch.Tensor:
+def _in_form(value: torch.Tensor, wrapper: nn.Module, in_rows: bool, offload_to_cpu: bool) -> torch.Tensor:
     if in_rows:
         return rows_of(value, wrapper, offload_to_cpu)
     return value.cpu() if offload_to_cpu else value
