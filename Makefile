@@ -3,7 +3,7 @@
 # A Python that has torch. Without one, torch is installed into .venv.
 PYTHON ?=
 TORCH ?= 2.13.0
-RANKS ?= 2
+RANKS ?=
 ARGS ?=
 MINUTES ?= 10
 SEED ?=
@@ -26,7 +26,7 @@ python: setup ## the Python package, into .venv or PYTHON's environment
 
 train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--help"
 	@scripts/build.sh release train_gpt
-	@scripts/launch --ranks $(RANKS) build/bin/train_gpt $(ARGS)
+	@scripts/launch $(if $(RANKS),--ranks $(RANKS)) build/bin/train_gpt $(ARGS)
 
 test: build ## all tests
 	@scripts/test.sh release

@@ -117,6 +117,9 @@ class FSDP_API ModuleCall {
   ModuleCall& operator=(const ModuleCall&) = delete;
 };
 
+/// Whether a call that begins now, outside of all others, comes after a forward that no backward has followed.
+FSDP_API bool comes_after_forward(const FSDPModule& module);
+
 /// A flat unit's gradients are reduced by `hook` from now on, and not divided: it is given the whole flat gradient,
 /// padded to the same length for each rank, and leaves this rank's part of the result in the second tensor. Not
 /// `sharded` (the unit's mesh shards over one rank): both are the gradient.
@@ -131,6 +134,9 @@ FSDP_API void set_keep_gradient_dtype(const FSDPModule& module, bool keep);
 
 /// Gives a unit the settings of another, as FSDPModule's setters made them; lists of modules to prefetch excepted.
 FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);
+
+/// Error if guards that are there already show parameters of these modules in a way that does not go with the options.
+FSDP_API void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOptions& options);
 
 /// As `summon_full_params(module)`, for the units of these slots; `only`, if it is not null, for that unit alone.
 [[nodiscard]] FSDP_API SummonedParams

@@ -114,14 +114,17 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
   const auto state = py::getattr(module, *state_name);
   auto& watched = state.cast<ModuleState&>();
-  const ModuleCall running(watched.unit);
-  if (const size_t replacements = ModuleState::replacements; watched.followed_below != replacements) {
+  // Before it runs: what it records would keep parameters from being given other data, which the graph of a forward that
+  // no backward has followed does as long as it lives.
+  const size_t replacements = ModuleState::replacements;
+  if (watched.followed_below != replacements || comes_after_forward(watched.unit)) {
     state.attr("follow_below")(module);
     watched.followed_below = replacements;
   }
   if (!watched.intact()) {
     state.attr("follow")(module);
   }
+  const ModuleCall running(watched.unit);
   check_materialized(watched.unit);
   if (watched.converts) {
     return state.attr("call")(original_call, arguments, keywords ? py::handle(keywords) : py::dict());

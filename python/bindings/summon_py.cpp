@@ -39,6 +39,13 @@ class Summoned {
 } // namespace
 
 void bind_summon(py::module_& m) {
+  m.def(
+      "check_may_summon",
+      [](const std::vector<FSDPModule>& units, bool writeback) {
+        check_may_summon(units, {.writeback = writeback});
+      },
+      py::arg("units"),
+      py::arg("writeback"));
   py::class_<Summoned>(m, "Summoned")
       .def(
           py::init([](const std::vector<Summoned::PySlot>& slots,

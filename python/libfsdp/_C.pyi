@@ -112,6 +112,8 @@ class ModuleState:
     @staticmethod
     def note_replacement() -> None: ...
 
+def check_may_summon(units: Sequence[Unit], writeback: bool) -> None: ...
+
 class Summoned:
     def __init__(
         self,

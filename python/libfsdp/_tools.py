@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from . import _C
 from ._registered import sharded_behind
 from ._sharded import local_of, shard_of
-from ._state import state_of
+from ._state import state_of, states_below
 from ._summon import summoned
 from ._units import named_slots
 
@@ -80,6 +80,7 @@ def summon_full_params(
     reading: what is written then is a write to what the graph has saved.
     """
     state = state_of(module)
+    _C.check_may_summon([each.unit for each in (states_below(module) if recurse else filter(None, [state]))], writeback)
     places = [
         (path, owner, name)
         for path, owner, name, parameter in named_slots(module)

@@ -219,7 +219,7 @@ void warn_if_different(const InitOptions& options) {
 }
 
 void leave_at_exit() {
-  // What is made before the registration is still there when `shutdown` runs.
+  // What is made before the registration, a device's driver too, is still there when `shutdown` runs.
   static const int registered = (joined(), std::atexit(shutdown));
   FSDP_CHECK(registered == 0, "[init] the C library has no room for another function to call at exit");
 }
@@ -256,13 +256,13 @@ void init(const InitOptions& options) {
     warn_if_different(options);
     return;
   }
-  leave_at_exit();
   InitOptions resolved = options;
   resolved.timeout = chosen_timeout(options);
   if (env::flag("FSDP_ARENA") == false) {
     resolved.shared_arena = false;
   }
   join_job(read_launch(), resolved);
+  leave_at_exit();
 }
 
 bool is_initialized() {

@@ -4,12 +4,12 @@
 #include <utility>
 
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <ATen/ops/where.h>
 
 #include "base/caller.h"
 #include "base/check.h"
 #include "engine/group_users.h"
+#include "base/tensor_at.h"
 #include "engine/put_together.h"
 #include "engine/unit.h"
 
@@ -131,7 +131,7 @@ void Bucket::keep_share(const Label& label) {
   for (size_t i = 0; i < params_.size(); ++i) {
     const int64_t begin = pieces[i].begin(neighbours_->rank()), length = pieces[i].length(neighbours_->rank());
     auto whole = params_[i]->flat_view_of_whole(this->whole(*gathered_, i), pieces[i].gathered, options_.device);
-    at::from_blob(share_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
+    tensor_at(share_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
   }
 }
 

@@ -3,9 +3,9 @@
 #include <sstream>
 
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 
 #include "base/check.h"
+#include "base/tensor_at.h"
 #include "engine/agreement.h"
 #include "engine/internal_scope.h"
 #include "engine/unit.h"
@@ -148,7 +148,7 @@ void ExtendedBucket::write(size_t index, const std::vector<at::Tensor>& tensors,
   for (size_t k = 0; k < tensors.size(); ++k) {
     if (tensors[k].numel() > 0) {
       const auto target = at::TensorOptions().dtype(expected[k].dtype).device(options().device);
-      at::from_blob(home_->slice(first_piece + k), tensors[k].sizes(), target).copy_(tensors[k]);
+      tensor_at(home_->slice(first_piece + k), tensors[k].sizes(), target).copy_(tensors[k]);
     }
   }
 }
@@ -171,7 +171,7 @@ std::vector<at::Tensor> ExtendedBucket::gathered_tensors(size_t index, size_t fi
     const Sent& sent = sent_[index][k];
     const auto on_device = at::TensorOptions().dtype(sent.dtype).device(options().device);
     tensors.push_back(
-        at::from_blob(gathered_->piece(first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
+        tensor_at(gathered_->piece(first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
   }
   return tensors;
 }

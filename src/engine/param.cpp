@@ -5,11 +5,11 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
 #include "engine/bucket.h"
+#include "base/tensor_at.h"
 #include "engine/handle_meta.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
@@ -135,11 +135,11 @@ int64_t Param::gathered_bytes() const {
 }
 
 at::Tensor Param::view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
-  return at::from_blob(memory, layout_.sizes(), layout_.strides(), at::TensorOptions().dtype(dtype).device(device));
+  return tensor_at(memory, layout_.sizes(), layout_.strides(), at::TensorOptions().dtype(dtype).device(device));
 }
 
 at::Tensor Param::flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
-  return at::from_blob(memory, {layout_.numel()}, at::TensorOptions().dtype(dtype).device(device));
+  return tensor_at(memory, {layout_.numel()}, at::TensorOptions().dtype(dtype).device(device));
 }
 
 void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device) {

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include <ATen/ops/empty_strided.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 

@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include <ATen/ops/cat.h>
-#include <ATen/ops/from_blob.h>
 
+#include "base/tensor_at.h"
 #include "engine/bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/unit.h"
@@ -53,7 +53,7 @@ std::vector<at::Tensor> put_together(const std::vector<PieceOf>& pieces, c10::De
     const auto& [param, local] = pieces[i];
     const auto& layout = param->layout();
     const auto on_device = at::TensorOptions().dtype(local.scalar_type()).device(device);
-    at::from_blob(home->slice(i), layout.shard_sizes(param->rank()), layout.shard_strides(param->rank()), on_device)
+    tensor_at(home->slice(i), layout.shard_sizes(param->rank()), layout.shard_strides(param->rank()), on_device)
         .copy_(local);
   }
   const auto gathered = home->gather(label);
@@ -62,7 +62,7 @@ std::vector<at::Tensor> put_together(const std::vector<PieceOf>& pieces, c10::De
   for (size_t i = 0; i < pieces.size(); ++i) {
     const Param& param = *pieces[i].param;
     const auto options = at::TensorOptions().dtype(shapes[i].stored).device(device);
-    const auto rows = at::from_blob(gathered->piece(i), {shapes[i].numel}, options);
+    const auto rows = tensor_at(gathered->piece(i), {shapes[i].numel}, options);
     wholes.push_back(param.layout().unpack(slices_in(rows, param.layout().cut(), shapes[i])).to(target));
   }
   group.exchange("", label); // nobody reads this rank's slices any more

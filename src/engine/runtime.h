@@ -92,6 +92,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Between a forward and the end of its backward, which still needs the values that handles had: as long as what was
   /// recorded lives, where the program says when modules are called.
   bool needs_old_values();
+  /// Whether the step has a forward, and no backward yet.
+  bool in_forward() const {
+    return in_forward_;
+  }
   /// Whether a backward has reached a unit and is not over.
   bool in_backward() const {
     return backward_queued_;

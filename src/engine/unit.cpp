@@ -568,7 +568,7 @@ void Unit::reset() {
     param->partial.reset();
   }
   gradient_streams.clear();
-  summoned = summoned_by_one = 0;
+  summoned = summoned_by_one = summoned_to_read = 0;
   if (std::exchange(held, 0) > 0 && is_private()) { // a write, or a guard, that was broken off
     discard_private();
   }

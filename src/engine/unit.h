@@ -201,9 +201,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   /// Held whole whatever happens: by guards, by an operator that writes to it.
   int held = 0;
-  /// By so many guards of summon_full_params, on all ranks, also where they show nothing; and of those, by so many that
-  /// show it on one rank only.
-  int summoned = 0, summoned_by_one = 0;
+  /// By so many guards of summon_full_params, on all ranks, also where they show nothing; of those, by so many that
+  /// show it on one rank only, and by so many that drop what is written.
+  int summoned = 0, summoned_by_one = 0, summoned_to_read = 0;
 
   // -- other collectives
 

@@ -62,8 +62,14 @@ void restore_handle(const FSDPModule& module, const at::Tensor& handle) {
     param.become_handle(handle, param.gathered_dtype(), module.unit()->device());
     module.unit()->place(param);
   }
-  if (!param.on_meta() && !at::equal(handle, given.to(handle.options()))) {
+  if (param.on_meta() || at::equal(handle, given.to(handle.options()))) {
+    return;
+  }
+  try {
     handle.copy_(given);
+  } catch (...) {
+    engine::take_data(handle, given); // not lost: to be tried again
+    throw;
   }
 }
 
@@ -179,6 +185,10 @@ ModuleCall::ModuleCall(const FSDPModule& module) {
 
 ModuleCall::~ModuleCall() {
   engine::running_calls::end();
+}
+
+bool comes_after_forward(const FSDPModule& module) {
+  return !engine::running_calls::any() && module.unit()->runtime().in_forward();
 }
 
 void expect_calls(const FSDPModule& module) {

@@ -91,16 +91,14 @@ std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slot
   return units;
 }
 
-// One rank would look for shards, and find whole parameters.
-void check_not_summoned_by_one(torch::nn::Module& module) {
+std::vector<FSDPModule> sharded_modules(torch::nn::Module& module, bool recurse) {
+  std::vector<FSDPModule> found;
   for (const auto& [path, each] : nn::modules_of(module)) {
-    const auto unit = nn::registry::find(*each);
-    FSDP_CHECK(
-        unit == nullptr || unit->summoned_by_one == 0,
-        "[summon_full_params] the parameters of '{}' are already shown on one rank, by a guard with rank0_only: end "
-        "that guard first",
-        unit->display_name());
+    if (const auto unit = nn::registry::find(*each); unit && (recurse || each == &module)) {
+      found.emplace_back(unit);
+    }
   }
+  return found;
 }
 
 bool waits(const std::unique_ptr<Param>& param) {
@@ -127,6 +125,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   all_units.push_back(unit);
   ++unit->summoned;
   unit->summoned_by_one += options.rank0_only ? 1 : 0;
+  unit->summoned_to_read += options.writeback ? 0 : 1;
   if (!visible) {
     return;
   }
@@ -205,6 +204,7 @@ void SummonedParams::Impl::restore() {
   for (const auto& unit : all_units) { // reset_iter_state lets go of everything
     unit->summoned = std::max(0, unit->summoned - 1);
     unit->summoned_by_one = std::max(0, unit->summoned_by_one - (options.rank0_only ? 1 : 0));
+    unit->summoned_to_read = std::max(0, unit->summoned_to_read - (options.writeback ? 0 : 1));
   }
   std::exception_ptr error; // of the first unit that fails; the others are given back all the same
   for (auto& unit : units) {
@@ -258,10 +258,26 @@ SummonedParams::~SummonedParams() {
   }
 }
 
+void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOptions& options) {
+  for (const auto& module : modules) {
+    const Unit& unit = *module.unit();
+    FSDP_CHECK(
+        unit.summoned_by_one == 0,
+        "[summon_full_params] the parameters of '{}' are already shown on one rank, by a guard with rank0_only: end "
+        "that guard first",
+        unit.display_name());
+    FSDP_CHECK(
+        !options.writeback || unit.summoned_to_read == 0,
+        "[summon_full_params] the parameters of '{}' are already shown by a guard with writeback = false, which drops "
+        "what is written within it: end that guard first, or read only, with writeback = false here too",
+        unit.display_name());
+  }
+}
+
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
   torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::strangers::check_none(module, "summon_full_params");
-  check_not_summoned_by_one(module);
+  check_may_summon(sharded_modules(module, options.recurse), options);
   nn::settle_replaced_shards(module);
   auto slots = nn::slots_of(module);
   const auto flat_slots = nn::flat_slots_of(module);

@@ -1,136 +1,9 @@
 // FullyShardedDataParallel in every product of its options, and every kind of model, beside unsharded training.
 
-#include <map>
-#include <sstream>
-#include <tuple>
+#include "fsdp1/products.h"
 
-#include "fsdp1/train.h"
-
-namespace fsdp::testing {
+namespace fsdp::testing::products {
 namespace {
-
-using Strategy = ShardingStrategy;
-
-struct Product {
-  Strategy strategy;
-  int ranks;
-};
-
-std::string name_of(const Product& product) {
-  constexpr std::array kNames{"FullShard", "ShardGradOp", "NoShard", "HybridShard", "HybridShardZero2"};
-  return kNames[static_cast<int>(product.strategy)] + std::string("_") + std::to_string(product.ranks);
-}
-
-std::vector<Product> products() {
-  std::vector<Product> all;
-  for (const auto strategy : {Strategy::kFullShard, Strategy::kShardGradOp, Strategy::kNoShard}) {
-    for (const int ranks : {1, 2, 3, 4}) {
-      all.push_back({strategy, ranks});
-    }
-  }
-  all.push_back({Strategy::kHybridShard, 4});
-  all.push_back({Strategy::kHybridShardZero2, 4});
-  return all;
-}
-
-bool is_hybrid(Strategy strategy) {
-  return strategy == Strategy::kHybridShard || strategy == Strategy::kHybridShardZero2;
-}
-
-Arrangement arrangement_of(const Product& product) {
-  if (is_hybrid(product.strategy)) {
-    return {.shards = 2, .replicas = 2};
-  }
-  return product.strategy == Strategy::kNoShard ? Arrangement{.shards = 1, .replicas = product.ranks}
-                                                : Arrangement{product.ranks};
-}
-
-/// The rest of the options, one of each.
-struct Choice {
-  std::optional<BackwardPrefetch> prefetch;
-  bool offload, original, bf16, low_reduction, accumulates;
-
-  std::string str() const {
-    std::ostringstream text;
-    text << "prefetch " << (prefetch ? static_cast<int>(*prefetch) : -1) << ", offload " << offload << ", original "
-         << original << ", bf16 " << bf16 << ", low reduction " << low_reduction << ", no_sync " << accumulates;
-    return text.str();
-  }
-};
-
-// More than two low numbers are added in full precision and rounded once, the reference's after each addition.
-bool adds_as_the_reference(const Product& product, const Choice& choice) {
-  return !choice.low_reduction || (choice.bf16 && (product.ranks <= 2 || is_hybrid(product.strategy)));
-}
-
-std::vector<Choice> choices_for(const Product& product) {
-  const std::optional<BackwardPrefetch> prefetches[] = {
-      BackwardPrefetch::kBackwardPre, BackwardPrefetch::kBackwardPost, std::nullopt};
-  std::vector<Choice> all;
-  for (const auto& prefetch : prefetches) {
-    for (int bits = 0; bits < 32; ++bits) {
-      const auto bit = [bits](int n) { return (bits >> n & 1) != 0; };
-      const Choice choice{prefetch, bit(0), bit(1), bit(2), bit(3), bit(4)};
-      if (adds_as_the_reference(product, choice)) {
-        all.push_back(choice);
-      }
-    }
-  }
-  return all;
-}
-
-FSDPOptions options_for(const Product& product, const Choice& choice) {
-  FSDPOptions options;
-  options.sharding_strategy = product.strategy;
-  options.cpu_offload.offload_params = choice.offload;
-  options.backward_prefetch = choice.prefetch;
-  options.use_orig_params = choice.original;
-  if (choice.bf16) {
-    options.mixed_precision.param_dtype = torch::kBFloat16;
-    options.mixed_precision.reduce_dtype = choice.low_reduction ? torch::kBFloat16 : torch::kFloat;
-  }
-  if (is_hybrid(product.strategy)) {
-    options.device_mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
-  }
-  return options;
-}
-
-/// The unsharded training, which some of the options do not change.
-class References {
- public:
-  explicit References(const Arrangement& arrangement) : arrangement_(arrangement) {}
-
-  std::pair<Trial, Reference> of(const Choice& choice) {
-    const auto key = std::tuple(choice.bf16, choice.low_reduction, choice.accumulates);
-    if (known_.count(key) == 0) {
-      const Trial trial = trial_of(choice);
-      known_.emplace(key, std::pair(trial, train_unsharded(trial, arrangement_)));
-    }
-    return known_.at(key);
-  }
-
- private:
-  static Trial trial_of(const Choice& choice) {
-    Trial trial{.make = [] { return subjects::tied(); }, .steps = 2};
-    trial.accumulate = choice.accumulates ? Accumulate::kNoSync : Accumulate::kNone;
-    trial.flat = nn::FlatCut{};
-    if (choice.bf16) {
-      trial.options.mp_policy.param_dtype = torch::kBFloat16;
-      trial.options.mp_policy.reduce_dtype = choice.low_reduction ? torch::kBFloat16 : torch::kFloat;
-    }
-    return trial;
-  }
-
-  Arrangement arrangement_;
-  std::map<std::tuple<bool, bool, bool>, std::pair<Trial, Reference>> known_;
-};
-
-FSDPModule wrap_parts(Subject& subject, const FSDPOptions& options) {
-  for (auto& part : subject.parts) {
-    fsdp::detail::wrap_module(*part, options);
-  }
-  return fsdp::detail::wrap_module(*subject.module, options).unit();
-}
 
 class Products : public ::testing::TestWithParam<Product> {};
 
@@ -140,7 +13,10 @@ TEST_P(Products, TrainAsUnsharded) {
     SCOPED_TRACE(choice.str());
     const auto [trial, reference] = references.of(choice);
     on_threads(GetParam().ranks, [&, &trial = trial, &reference = reference] {
-      const auto options = options_for(GetParam(), choice);
+      auto options = options_for(GetParam(), choice);
+      if (is_hybrid(GetParam().strategy)) {
+        options.device_mesh = mesh_of(c10::kCPU);
+      }
       train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
     });
     if (HasFailure()) {
@@ -149,7 +25,7 @@ TEST_P(Products, TrainAsUnsharded) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(All, Products, ::testing::ValuesIn(products()), [](const auto& info) {
+INSTANTIATE_TEST_SUITE_P(All, Products, ::testing::ValuesIn(all()), [](const auto& info) {
   return name_of(info.param);
 });
 
@@ -158,7 +34,8 @@ class ProductsOverGloo : public ::testing::TestWithParam<int> {};
 TEST_P(ProductsOverGloo, TrainAsUnsharded) {
   const auto train_all = [] {
     init({.backend = "gloo", .device = "cpu"});
-    for (const Product& product : products()) {
+    const std::optional<Mesh> mesh = GetParam() == 4 ? std::optional(mesh_of(c10::kCPU)) : std::nullopt;
+    for (const Product& product : all()) {
       if (product.ranks != GetParam()) {
         continue;
       }
@@ -166,7 +43,10 @@ TEST_P(ProductsOverGloo, TrainAsUnsharded) {
       for (const Choice& choice : choices_for(product)) {
         SCOPED_TRACE(name_of(product) + ": " + choice.str());
         const auto [trial, reference] = references.of(choice);
-        const auto options = options_for(product, choice);
+        auto options = options_for(product, choice);
+        if (is_hybrid(product.strategy)) {
+          options.device_mesh = mesh;
+        }
         train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
       }
     }
@@ -397,4 +277,4 @@ TEST_P(Mixtures, MayHaveSeveralRootsBelowAPlainModule) {
 }
 
 } // namespace
-} // namespace fsdp::testing
+} // namespace fsdp::testing::products

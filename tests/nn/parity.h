@@ -6,6 +6,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -171,6 +172,12 @@ inline at::Tensor dense(const at::Tensor& tensor) {
   return tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
 }
 
+/// Where the optimizer works: a device's arithmetic is not the host's.
+inline c10::Device place_of_masters(const Trial& trial) {
+  const bool offloads = std::holds_alternative<CPUOffloadPolicy>(trial.options.offload_policy);
+  return offloads ? c10::Device(c10::kCPU) : device_of_inputs;
+}
+
 inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangement) {
   Subject subject = make_seeded(trial);
   subject.module->to(device_of_inputs);
@@ -179,7 +186,8 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
   for (auto& item : subject.module->named_parameters()) {
     names.push_back(item.key());
     item.value().set_data(dense(item.value().detach()));
-    masters.push_back(item.value().detach().clone().set_requires_grad(item.value().requires_grad()));
+    const auto master = item.value().detach().to(place_of_masters(trial), item.value().scalar_type(), false, true);
+    masters.push_back(master.set_requires_grad(item.value().requires_grad()));
     if (trial.options.mp_policy.param_dtype) {
       item.value().set_data(item.value().to(*trial.options.mp_policy.param_dtype));
     }
@@ -199,7 +207,7 @@ inline Reference train_unsharded(const Trial& trial, const Arrangement& arrangem
       if (trial.flat && masters[i].requires_grad() && !gradients[i].defined()) {
         gradients[i] = torch::zeros_like(masters[i]); // there is one for all parameters of a unit, or for none
       }
-      masters[i].mutable_grad() = gradients[i].defined() ? gradients[i].to(masters[i].scalar_type()) : at::Tensor();
+      masters[i].mutable_grad() = gradients[i].defined() ? gradients[i].to(masters[i].options()) : at::Tensor();
       reference.gradients.back()[names[i]] = gradients[i].defined() ? masters[i].grad().cpu().clone() : at::Tensor();
     }
     optimizer.step();

@@ -438,6 +438,43 @@ TEST_P(Summon, ForOneRankLeavesTheSameUnitsWholeOnAll) {
   });
 }
 
+// Its writes would be lost with the outer guard's.
+TEST_P(Summon, ToWriteWithinAGuardThatDropsWritesIsAnError) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    for (const bool whole_model : {true, false}) {
+      nn::Module& shown = whole_model ? *model : *model[0];
+      const auto outer = summon_full_params(shown, {.writeback = false});
+      const auto said = error_message([&] { summon_full_params(*model); });
+      EXPECT_TRUE(contains(said, "already shown by a guard with writeback = false"));
+      const auto inner = summon_full_params(*model, {.writeback = false});
+      EXPECT_EQ(model[1]->parameters()[0].size(0), 2);
+    }
+    const auto outer = summon_full_params(*model[0], {.writeback = false});
+    summon_full_params(*model, {.recurse = false}).end(); // another unit
+    const auto reading = summon_full_params(*model, {.writeback = false});
+  });
+}
+
+TEST_P(Summon, ToWriteWithinAGuardThatWritesGoesOn) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3));
+    fully_shard(model);
+    const torch::NoGradGuard no_grad;
+    {
+      const auto outer = summon_full_params(*model);
+      for (const bool writeback : {true, false}) {
+        const auto inner = summon_full_params(*model, {.writeback = writeback});
+        model->parameters()[0].fill_(writeback ? 2 : 3);
+      }
+    }
+    const auto guard = summon_full_params(*model, {.writeback = false});
+    EXPECT_TRUE(model->parameters()[0].eq(3).all().item<bool>()) << "the outer one decides";
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Summon, ::testing::Values(1, 2, 3, 4));
 
 } // namespace

@@ -9,11 +9,12 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import ShardingStrategy
 
 import libfsdp
+import on_gpus
 from fsdp1_subjects import loss_of, reference_backward, summoned
 from subjects import mine, rows
 
 FSDP = libfsdp.FullyShardedDataParallel
-TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=on_gpus.device())
 BOTH = (FSDP, TORCH)
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 

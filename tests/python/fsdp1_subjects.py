@@ -10,11 +10,12 @@ from torch import nn
 from torch.distributed import fsdp as torch_fsdp
 
 import libfsdp
+import on_gpus
 from subjects import BATCH, mine, rows
 
 FSDP = functools.partial(libfsdp.FullyShardedDataParallel, use_orig_params=True)
 TORCH = functools.partial(
-    torch_fsdp.FullyShardedDataParallel, use_orig_params=True, device_id=torch.device("cpu")
+    torch_fsdp.FullyShardedDataParallel, use_orig_params=True, device_id=on_gpus.device()
 )
 BOTH = (FSDP, TORCH)
 

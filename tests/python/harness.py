@@ -11,9 +11,10 @@ import sys
 import tempfile
 import traceback
 
+import on_gpus
 import pytest
 
-TIMEOUT = 300  # of a body, on a machine that does much else
+TIMEOUT = int(os.environ.get("FSDP_TEST_TIMEOUT", "300"))  # of a body, on a machine that does much else
 FOLDER = str(pathlib.Path(__file__).parent)
 
 _context = multiprocessing.get_context("forkserver")
@@ -28,6 +29,8 @@ def on_ranks(*sizes, comm=("shm", "gloo"), lost=()):
         @pytest.mark.parametrize("ranks", sizes)
         @functools.wraps(body)
         def test(ranks, means, **arguments):
+            if on_gpus.WANTED and means == "shm":
+                pytest.skip("shared memory is for the CPU")
             run(body, ranks, means, arguments, lost)
 
         test.__signature__ = _with_parameters(body)
@@ -103,9 +106,11 @@ def _work(pipe, module, name, rank, ranks, means, folder, arguments, some_are_lo
         import libfsdp
 
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks
-        )
+        store = dist.FileStore(f"{folder}/store", ranks)
+        if on_gpus.WANTED:
+            on_gpus.begin(store, rank, ranks)
+        else:
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         libfsdp.use_shared_memory(means == "shm")
         torch.manual_seed(0)
         body = getattr(importlib.import_module(module), name).body

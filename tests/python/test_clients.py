@@ -4,6 +4,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import gc
 import os
 import tempfile
 
@@ -318,6 +319,24 @@ def test_a_parameter_is_given_other_data():
     check_same(model, reference)
     check_training(model, reference, loss_of, (4,), exact=True, steps=2)
     assert model.decoder.bias is model.body.bias
+
+
+@pytest.mark.parametrize("inner", [False, True])
+@on_ranks(2)
+def test_a_parameter_is_given_other_data_after_a_forward_without_backward(inner):
+    """The graph of the forward is gone; as long as it is there, it needs the former values."""
+    reference, model = seeded(Head), seeded(Head)
+    fully_shard(model.body), fully_shard(model)
+    check_training(model, reference, loss_of, (4,), exact=True, steps=1)
+    loss = loss_of(model, mine(rows(0, 4)))
+    for each in (reference, model):
+        module = each.body if inner else each.decoder
+        module.weight.data = torch.full(module.weight.shape, 0.5)
+    with pytest.raises(RuntimeError, match="was written between the beginning of a forward"):
+        loss_of(model, mine(rows(0, 4)))
+    del loss
+    gc.collect()
+    check_training(model, reference, loss_of, (4,), exact=True, steps=2)
 
 
 @on_ranks(2)

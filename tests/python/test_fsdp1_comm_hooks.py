@@ -13,12 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import libfsdp
+import on_gpus
 from fsdp1_subjects import loss_of, quietly, wrapped
 from harness import on_ranks
 from subjects import mine, rows, seeded
 
 FSDP = libfsdp.FullyShardedDataParallel
-TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=on_gpus.device())
 BOTH = (FSDP, TORCH)
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 

@@ -11,12 +11,13 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
 import libfsdp
+import on_gpus
 from fsdp1_subjects import check_same_gradient, quietly, wrapped
 from harness import on_ranks
 from subjects import mine, rows, seeded
 
 FSDP = libfsdp.FullyShardedDataParallel
-TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=on_gpus.device())
 BOTH = (FSDP, TORCH)
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 

@@ -12,12 +12,13 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
 import libfsdp
+import on_gpus
 from fsdp1_subjects import loss_of, quietly
 from harness import on_ranks
 from subjects import mine, rows, seeded
 
 FSDP = libfsdp.FullyShardedDataParallel
-TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+TORCH = functools.partial(torch_fsdp.FullyShardedDataParallel, device_id=on_gpus.device())
 BOTH = (FSDP, TORCH)
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 SHAPE = (5, 5)

@@ -229,3 +229,26 @@ def test_what_was_written_to_it_stays_when_its_gradient_is_asked_for():
         model.weight.grad.norm()
     assert (whole(dict(model.named_parameters())["weight"]) == 7).all()
     assert (model.weight == 7).all()
+
+
+@on_ranks(2)
+def test_to_write_within_a_guard_that_drops_writes_is_an_error():
+    model = shard_with(fully_shard, seeded(mlp))
+    wrapped = libfsdp.FullyShardedDataParallel(seeded(lambda: nn.Linear(5, 3)), use_orig_params=True)
+    summon, summon_wrapped = libfsdp.summon_full_params, libfsdp.FullyShardedDataParallel.summon_full_params
+    for each, inner in ((model, summon), (wrapped, summon), (wrapped, summon_wrapped)):
+        with summon(each, writeback=False):
+            with pytest.raises(RuntimeError, match="already shown by a guard with writeback = false"), inner(each):
+                pass
+            with inner(each, writeback=False):
+                pass
+    check_training(model, seeded(mlp), loss_of, (5,), exact=True, steps=1)
+
+
+@on_ranks(2)
+def test_ranks_that_are_shown_nothing_do_not_wait_for_one_that_is():
+    model = shard_with(fully_shard, seeded(mlp))
+    with libfsdp.summon_full_params(model, writeback=False, rank0_only=True):
+        with pytest.raises(RuntimeError, match="already shown on one rank"):
+            with libfsdp.summon_full_params(model, writeback=False):
+                pass

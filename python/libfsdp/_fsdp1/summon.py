@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
+from .. import _C
 from .._summon import summoned
 from . import flat
 from ._pytorch import TrainingState
@@ -44,8 +45,8 @@ def _summon_own(
 ) -> Iterator[None]:
     state = instance._fsdp_state
     state.heed()
-    writeback = writeback or (instance.sharding_strategy is ShardingStrategy.NO_SHARD and not offload_to_cpu)
-    writeback = writeback and not rank0_only
+    shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not _lies_elsewhere(instance)
+    writeback = (writeback or (shows_itself and not offload_to_cpu)) and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
     with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads):
         instance._summoned = True
@@ -57,6 +58,11 @@ def _summon_own(
             instance._summoned = False
 
 
+def _lies_elsewhere(instance: "FullyShardedDataParallel") -> bool:
+    """Offloaded parameters are on the host, and shown on the device."""
+    return instance.cpu_offload.offload_params and instance.compute_device.type != "cpu"
+
+
 def wholes_of(
     instance: "FullyShardedDataParallel",
     writeback: bool,
@@ -66,6 +72,7 @@ def wholes_of(
 ) -> contextlib.AbstractContextManager[None]:
     """In the places of its own parameters, on the ranks that are to have them."""
     state = instance._fsdp_state
+    _C.check_may_summon([state.unit], writeback)
     if isinstance(state, FlatState):
         return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
     places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]

@@ -119,8 +119,8 @@ int Collectives::size() const {
 }
 
 // A backend says that it lacks an operation by an exception from the call, so the first call for a dtype decides.
-// Failures of the network, of the library below and of memory have types of their own. If one rank alone fails
-// otherwise in a first call, it goes another way than the others, and all end in the timeout.
+// Failures of the network, of the library below, of the device and of memory have types of their own. If one rank alone
+// fails otherwise in a first call, it goes another way than the others, and all end in the timeout.
 template <typename Call>
 Works Collectives::unless_lacking(Operation operation, const at::Tensor& tensor, const Call& call) {
   Support& support = support_[operation][static_cast<size_t>(tensor.scalar_type())][tensor.device().is_cpu()];
@@ -134,6 +134,8 @@ Works Collectives::unless_lacking(Operation operation, const at::Tensor& tensor,
   } catch (const c10::DistError&) {
     throw;
   } catch (const c10::OutOfMemoryError&) {
+    throw;
+  } catch (const c10::AcceleratorError&) {
     throw;
   } catch (const std::exception& error) {
     if (support == Support::kThere) {
