@@ -76,7 +76,8 @@ class Contender:
         self.tokens = torch.randint(VOCABULARY, (batch, sequence + 1), generator=generator).cuda()
         self.model = make(model, bf16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        self.host, self.optimizers, self.seconds, self.losses, self.peak = [], [], [], [], 0
+        self.host, self.optimizers, self.steps, self.losses, self.peak = [], [], [], [], 0
+        self.mine = None
 
     def step(self) -> torch.Tensor:
         """Milliseconds of the host go to `host`, and, for the optimizer, to `optimizers`."""
@@ -91,7 +92,7 @@ class Contender:
         return loss
 
     def turn(self) -> None:
-        others = torch.cuda.memory_allocated() - self.mine if hasattr(self, "mine") else self.before
+        others = torch.cuda.memory_allocated() - self.mine if self.mine is not None else self.before
         torch.cuda.reset_peak_memory_stats()
         losses, waited = [], 0.0
         for step in range(STEPS_A_TURN):  # each begins with an idle GPU: its queue of kernels is limited
@@ -102,7 +103,7 @@ class Contender:
             losses.append(self.step())
             torch.cuda.synchronize()
             waited += time.perf_counter() - begin
-        self.seconds.append(1e3 * waited / (STEPS_A_TURN))
+        self.steps.append(1e3 * waited / STEPS_A_TURN)
         self.losses += [loss.item() for loss in losses]
         self.peak = torch.cuda.max_memory_allocated() - others
         del losses
@@ -118,16 +119,16 @@ def measure(name, setting) -> list[dict]:
         for contender in contenders.values():
             contender.turn()
     units = setting["layers"] + 1
-    base = statistics.median(contenders["plain"].host[STEPS_A_TURN :])
+    base = statistics.median(contenders["plain"].host[STEPS_A_TURN:])
     found = []
     for who, contender in contenders.items():
-        host, optimizer = (statistics.median(values[STEPS_A_TURN :]) for values in (contender.host, contender.optimizers))
+        host, optimizer = (statistics.median(values[STEPS_A_TURN:]) for values in (contender.host, contender.optimizers))
         found.append(
             dict(
                 setting=name,
                 who=who,
                 ranks=dist.get_world_size(),
-                ms_per_step=round(statistics.median(contender.seconds[1:]), 2),
+                ms_per_step=round(statistics.median(contender.steps[1:]), 2),
                 host_ms=round(host, 2),
                 host_us_per_unit=round(1e3 * (host - base) / units),
                 optimizer_host_ms=round(optimizer, 2),
@@ -169,8 +170,14 @@ def main() -> None:
             subprocess.Popen([sys.executable, __file__], env={**os.environ, **where, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             for rank in range(ranks)
         ]
-        failed = [worker.wait() for worker in workers]
-    sys.exit(any(failed))
+        while all(worker.poll() is None for worker in workers):
+            time.sleep(0.1)
+        failed = any(worker.poll() for worker in workers)
+        for worker in workers:
+            if failed:  # the others would wait for it
+                worker.kill()
+            failed |= worker.wait() != 0
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -117,8 +117,8 @@ class FSDP_API ModuleCall {
   ModuleCall& operator=(const ModuleCall&) = delete;
 };
 
-/// Whether a call that begins now, outside of all others, comes after a forward that no backward has followed.
-FSDP_API bool comes_after_forward(const FSDPModule& module);
+/// Outside of calls and backwards: whether no backward has followed the last forward.
+FSDP_API bool has_open_forward(const FSDPModule& module);
 
 /// A flat unit's gradients are reduced by `hook` from now on, and not divided: it is given the whole flat gradient,
 /// padded to the same length for each rank, and leaves this rank's part of the result in the second tensor. Not

@@ -1,6 +1,8 @@
 // What a call of a sharded module does before it goes on to the module's own: nothing that takes a Python frame, unless
 // there is something to do.
 
+#include <algorithm>
+#include <unordered_set>
 #include <vector>
 
 #include <torch/csrc/autograd/python_variable.h>
@@ -21,7 +23,13 @@ class ModuleState {
  public:
   explicit ModuleState(FSDPModule unit) : unit(std::move(unit)) {
     expect_calls(this->unit);
+    all_.insert(this);
   }
+  ~ModuleState() {
+    all_.erase(this);
+  }
+  ModuleState(const ModuleState&) = delete;
+  ModuleState& operator=(const ModuleState&) = delete;
 
   /// `parameter` is registered, `handle` is what the engine reads; both are None where nothing is. Data that users put
   /// behind the parameter count as another parameter.
@@ -69,6 +77,10 @@ class ModuleState {
     return true;
   }
 
+  static bool all_intact() {
+    return std::all_of(all_.begin(), all_.end(), [](const ModuleState* state) { return state->intact(); });
+  }
+
   static void note_replacement() {
     ++replacements;
   }
@@ -103,6 +115,7 @@ class ModuleState {
     return PyDict_GetItem(attributes.ptr(), shadow.name.ptr()) == shadow.tensor.ptr();
   }
 
+  static inline std::unordered_set<const ModuleState*> all_;
   std::vector<Entry> entries_;
   std::vector<Shadow> shadows_; ///< that are not the handles themselves
 };
@@ -114,10 +127,10 @@ py::object call(const py::tuple& arguments, PyObject* keywords) {
   const auto original_call = py::getattr(py::type::handle_of(module), *call_name);
   const auto state = py::getattr(module, *state_name);
   auto& watched = state.cast<ModuleState&>();
-  // Before it runs: what it records would keep parameters from being given other data, which the graph of a forward that
-  // no backward has followed does as long as it lives.
+  // Before it runs: what it records would keep parameters from being given other data, those of modules below too. The
+  // graph of an open forward keeps them only as long as it lives.
   const size_t replacements = ModuleState::replacements;
-  if (watched.followed_below != replacements || comes_after_forward(watched.unit)) {
+  if (watched.followed_below != replacements || (has_open_forward(watched.unit) && !ModuleState::all_intact())) {
     state.attr("follow_below")(module);
     watched.followed_below = replacements;
   }

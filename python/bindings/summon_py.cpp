@@ -41,9 +41,7 @@ class Summoned {
 void bind_summon(py::module_& m) {
   m.def(
       "check_may_summon",
-      [](const std::vector<FSDPModule>& units, bool writeback) {
-        check_may_summon(units, {.writeback = writeback});
-      },
+      [](const std::vector<FSDPModule>& units, bool writeback) { check_may_summon(units, {.writeback = writeback}); },
       py::arg("units"),
       py::arg("writeback"));
   py::class_<Summoned>(m, "Summoned")

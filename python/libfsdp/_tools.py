@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from . import _C
-from ._registered import sharded_behind
+from ._registered import Registered, sharded_behind
 from ._sharded import local_of, shard_of
 from ._state import state_of, states_below
 from ._summon import summoned
@@ -63,6 +63,13 @@ def _clip_on_several_meshes(
     return total
 
 
+def _units_around(module: nn.Module) -> list[_C.Unit]:
+    """Those of a module and of the modules below, and those above that have parameters there."""
+    registered = [each._parameters for each in module.modules() if isinstance(each._parameters, Registered)]
+    above = [sharded.unit for each in registered for sharded in each.sharded.values()]
+    return [state.unit for state in states_below(module)] + above
+
+
 @contextmanager
 def summon_full_params(
     module: nn.Module,
@@ -80,7 +87,7 @@ def summon_full_params(
     reading: what is written then is a write to what the graph has saved.
     """
     state = state_of(module)
-    _C.check_may_summon([each.unit for each in (states_below(module) if recurse else filter(None, [state]))], writeback)
+    _C.check_may_summon(_units_around(module) if recurse else [state.unit] if state else [], writeback)
     places = [
         (path, owner, name)
         for path, owner, name, parameter in named_slots(module)

@@ -1,8 +1,11 @@
 #include "checkpoint/checkpoint_index.h"
 
+#include <algorithm>
+
 #include <c10/util/accumulate.h>
 
 #include "base/check.h"
+#include "base/log.h"
 #include "checkpoint/covers.h"
 
 namespace fsdp::disk {
@@ -25,6 +28,15 @@ void add_tensor(IndexedTensor& known, const IndexedTensor& more, const std::stri
   known.pieces.insert(known.pieces.end(), more.pieces.begin(), more.pieces.end());
 }
 
+void warn_if_different(const OptimizerNumbers::Group& known, const OptimizerNumbers::Group& more) {
+  for (const auto& [name, value] : known.options) {
+    const auto other = more.options.find(name);
+    if (other == more.options.end() || !(other->second == value)) {
+      log::warn_once("[save] the ranks' optimizers differ in '" + name + "': the first rank's is saved, for all");
+    }
+  }
+}
+
 void add_numbers(OptimizerNumbers& known, const OptimizerNumbers& more) {
   for (const auto& [name, values] : more.of_params) {
     const auto [place, is_new] = known.of_params.emplace(name, values);
@@ -35,6 +47,13 @@ void add_numbers(OptimizerNumbers& known, const OptimizerNumbers& more) {
   }
   if (known.groups.empty()) {
     known.groups = more.groups;
+  }
+  if (known.groups.size() != more.groups.size()) {
+    log::warn_once(
+        "[save] the ranks' optimizers have different numbers of groups: the first rank's are saved, for all");
+  }
+  for (size_t i = 0; i < std::min(known.groups.size(), more.groups.size()); ++i) {
+    warn_if_different(known.groups[i], more.groups[i]);
   }
 }
 

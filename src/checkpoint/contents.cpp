@@ -4,6 +4,9 @@
 
 #include <c10/util/accumulate.h>
 
+#include <fsdp/sharded_tensor.h>
+
+#include "base/check.h"
 #include "checkpoint/names_in_index.h"
 #include "checkpoint/random_state.h"
 
@@ -16,6 +19,15 @@ bool is_updated_here(const ShardedOptimStateDict::ParamState& state) {
   return state.tensors.empty() || std::any_of(state.tensors.begin(), state.tensors.end(), [](const auto& item) {
            return item.second.extent.numel() > 0 || c10::multiply_integers(item.second.sizes) == 0;
          });
+}
+
+void check_whole(const std::string& name, const at::Tensor& extra) {
+  FSDP_CHECK(extra.defined(), "[save] extra '{}' is a tensor that was never given a value: leave it out", name);
+  FSDP_CHECK(
+      !is_sharded(extra),
+      "[save] extra '{}' is a shard, of which each rank has another piece: give sharded(tensor).full_tensor(), on all "
+      "ranks",
+      name);
 }
 
 } // namespace
@@ -62,6 +74,7 @@ void Contents::add_random_states(const StateOfRank& state) {
 void Contents::add_extra(const StateOfRank& state) {
   for (const auto& [name, value] : state.extra) {
     if (value.isTensor()) {
+      check_whole(name, value.toTensor());
       pieces_.push_back({kExtra + name, held(value.toTensor()), /*written_here=*/true});
     } else {
       numbers_.extra[name] = value.deepcopy(); // lists are shared with the program

@@ -218,10 +218,9 @@ void warn_if_different(const InitOptions& options) {
   }
 }
 
+// What is made before the registration, a device's driver too, is still there when `shutdown` runs.
 void leave_at_exit() {
-  // What is made before the registration, a device's driver too, is still there when `shutdown` runs.
-  static const int registered = (joined(), std::atexit(shutdown));
-  FSDP_CHECK(registered == 0, "[init] the C library has no room for another function to call at exit");
+  FSDP_CHECK(std::atexit(shutdown) == 0, "[init] the C library has no room for another function to call at exit");
 }
 
 const World& require_world(const char* operation) {

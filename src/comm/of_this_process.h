@@ -15,13 +15,16 @@ class OfThisProcess {
   template <typename... Arguments>
   explicit OfThisProcess(Arguments&&... arguments) : value_(new T(std::forward<Arguments>(arguments)...)) {}
   ~OfThisProcess() {
-    if (process_ == getpid()) {
+    if (is_of_this_process()) {
       delete value_;
     }
   }
   OfThisProcess(const OfThisProcess&) = delete;
   OfThisProcess& operator=(const OfThisProcess&) = delete;
 
+  bool is_of_this_process() const {
+    return process_ == getpid();
+  }
   T& operator*() const {
     return *value_;
   }

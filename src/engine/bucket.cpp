@@ -8,8 +8,8 @@
 
 #include "base/caller.h"
 #include "base/check.h"
-#include "engine/group_users.h"
 #include "base/tensor_at.h"
+#include "engine/group_users.h"
 #include "engine/put_together.h"
 #include "engine/unit.h"
 

@@ -170,8 +170,7 @@ std::vector<at::Tensor> ExtendedBucket::gathered_tensors(size_t index, size_t fi
   for (size_t k = 0; k < sent_[index].size(); ++k) {
     const Sent& sent = sent_[index][k];
     const auto on_device = at::TensorOptions().dtype(sent.dtype).device(options().device);
-    tensors.push_back(
-        tensor_at(gathered_->piece(first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
+    tensors.push_back(tensor_at(gathered_->piece(first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
   }
   return tensors;
 }

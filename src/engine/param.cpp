@@ -8,8 +8,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include "base/check.h"
-#include "engine/bucket.h"
 #include "base/tensor_at.h"
+#include "engine/bucket.h"
 #include "engine/handle_meta.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"

@@ -4,6 +4,7 @@
 
 #include <ATen/ops/equal.h>
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <fsdp/held.h>
 
@@ -62,11 +63,10 @@ void restore_handle(const FSDPModule& module, const at::Tensor& handle) {
     param.become_handle(handle, param.gathered_dtype(), module.unit()->device());
     module.unit()->place(param);
   }
-  if (param.on_meta() || at::equal(handle, given.to(handle.options()))) {
-    return;
-  }
   try {
-    handle.copy_(given);
+    if (!param.on_meta() && !at::equal(handle, given.to(handle.options()))) {
+      handle.copy_(given);
+    }
   } catch (...) {
     engine::take_data(handle, given); // not lost: to be tried again
     throw;
@@ -187,8 +187,9 @@ ModuleCall::~ModuleCall() {
   engine::running_calls::end();
 }
 
-bool comes_after_forward(const FSDPModule& module) {
-  return !engine::running_calls::any() && module.unit()->runtime().in_forward();
+bool has_open_forward(const FSDPModule& module) {
+  const bool recomputes = torch::autograd::get_current_graph_task_id() >= 0;
+  return !recomputes && !engine::running_calls::any() && module.unit()->runtime().in_forward();
 }
 
 void expect_calls(const FSDPModule& module) {

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <exception>
+#include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -29,6 +31,35 @@ using engine::Param;
 using engine::Unit;
 
 namespace {
+
+/// The units of whole parameters that guards show, instead of what tells of them otherwise. Of all threads: ranks may
+/// be some.
+class Shown {
+ public:
+  void add(const at::Tensor& whole, const std::shared_ptr<Unit>& unit) {
+    const std::lock_guard guard(mutex_);
+    units_.insert_or_assign(whole.unsafeGetTensorImpl(), unit);
+  }
+  void remove(const at::Tensor& whole) {
+    const std::lock_guard guard(mutex_);
+    units_.erase(whole.unsafeGetTensorImpl());
+  }
+  /// Null if it is none.
+  std::shared_ptr<Unit> unit_of(const at::Tensor& tensor) {
+    const std::lock_guard guard(mutex_);
+    const auto found = units_.find(tensor.unsafeGetTensorImpl());
+    return found == units_.end() ? nullptr : found->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Unit>> units_;
+};
+
+Shown& shown_wholes() {
+  static auto* const all = new Shown; // guards may end with the process
+  return *all;
+}
 
 // -1 if nobody counts.
 int64_t version_of(const at::Tensor& tensor) {
@@ -61,6 +92,7 @@ struct SummonedParams::Impl {
   std::vector<Replaced> replaced;
 
   bool visible = true; ///< on this rank
+  bool failed = false; ///< to begin
 
   void hold(const std::shared_ptr<Unit>& unit);
   void gather_gradients(const Unit& unit);
@@ -91,11 +123,18 @@ std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slot
   return units;
 }
 
-std::vector<FSDPModule> sharded_modules(torch::nn::Module& module, bool recurse) {
+/// The units of a module and of those below, and those of modules above that have parameters there.
+std::vector<FSDPModule> units_around(torch::nn::Module& module, const std::vector<Slot>& slots, bool recurse) {
   std::vector<FSDPModule> found;
   for (const auto& [path, each] : nn::modules_of(module)) {
     if (const auto unit = nn::registry::find(*each); unit && (recurse || each == &module)) {
       found.emplace_back(unit);
+    }
+  }
+  for (const auto& slot : recurse ? slots : std::vector<Slot>()) {
+    const Param* param = engine::param_of(slot.tensor);
+    if (auto unit = param != nullptr ? param->unit().shared_from_this() : shown_wholes().unit_of(slot.tensor)) {
+      found.emplace_back(std::move(unit));
     }
   }
   return found;
@@ -139,6 +178,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
     param->keep_for_holders(); // of a recurrent module, whose `to()` may come
     const at::Tensor shown = whole.is_same(copy) ? copy.alias() : whole;
     wholes.insert_or_assign(param.get(), Whole{shown.set_requires_grad(param->trainable())});
+    shown_wholes().add(shown, unit);
   }
 }
 
@@ -198,6 +238,9 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
 
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
+  for (const auto& [param, whole] : wholes) {
+    shown_wholes().remove(whole.tensor);
+  }
   for (auto& [slot, param] : replaced) {
     slot.replace(param != nullptr ? nn::shown_in_place_of(*param) : slot.tensor);
   }
@@ -225,7 +268,7 @@ void SummonedParams::Impl::give_back(Unit& unit) {
     param->remind_holders();
   }
   unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
-  const bool writes = options.writeback && unit.is_private();
+  const bool writes = options.writeback && !failed && unit.is_private();
   try {
     for (const auto& param : unit.params()) {
       if (auto found = wholes.find(param.get()); writes && found != wholes.end()) {
@@ -277,7 +320,7 @@ void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOption
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
   torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::strangers::check_none(module, "summon_full_params");
-  check_may_summon(sharded_modules(module, options.recurse), options);
+  check_may_summon(units_around(module, nn::slots_of(module), options.recurse), options);
   nn::settle_replaced_shards(module);
   auto slots = nn::slots_of(module);
   const auto flat_slots = nn::flat_slots_of(module);
@@ -308,7 +351,7 @@ SummonedParams summon_full_params(
     }
     impl->show(slots);
   } catch (...) {
-    impl->options.writeback = false;
+    impl->failed = true;
     impl->restore();
     throw;
   }

@@ -248,6 +248,35 @@ TEST_F(Saves, HaveValuesOfTheProgram) {
   EXPECT_EQ(disk::names_in(folder()), std::vector<std::string>{"step-00000003"});
 }
 
+TEST_F(Saves, SayThatTheRanksOptimizersDiffer) {
+  ::testing::internal::CaptureStderr();
+  on_threads(2, [&] {
+    torch::nn::Linear model(4, 4);
+    fully_shard(model);
+    torch::optim::SGD optimizer(model->parameters(), torch::optim::SGDOptions(0.5 + rank()).momentum(0.5));
+    save(folder(), {.model = model, .optimizer = &optimizer});
+  });
+  const auto said = ::testing::internal::GetCapturedStderr();
+  EXPECT_TRUE(contains(said, "the ranks' optimizers differ in 'lr'")) << said;
+  EXPECT_FALSE(contains(said, "'momentum'")) << said;
+}
+
+TEST_F(Saves, RefuseExtrasThatAreNoWholeTensors) {
+  on_threads(2, [&] {
+    torch::nn::Linear model(4, 4);
+    fully_shard(model);
+    const std::map<std::string, at::Tensor> wrong{
+        {"is a shard, of which", model->parameters()[0]}, {"was never given a value", at::Tensor()}};
+    for (const auto& [wanted, extra] : wrong) {
+      const auto message = error_message([&, &extra = extra] {
+        save(folder(), {.model = model, .extra = {{"mean", extra}}});
+      });
+      EXPECT_TRUE(contains(message, "extra 'mean' " + wanted)) << message;
+    }
+  });
+  EXPECT_EQ(latest(folder()), std::nullopt);
+}
+
 TEST_F(Saves, GoOnWithTheSameRandomNumbers) {
   torch::nn::Linear model(2, 2);
   torch::rand({3});

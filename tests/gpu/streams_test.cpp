@@ -26,37 +26,40 @@ void keep_busy(const c10::Device& device) {
 
 // Everything that the GPU has to do before the step is still to be done when the step has been queued.
 TEST_P(RanksOnStreams, TheHostWaitsNowhereInAStep) {
-  on_gpus(GetParam(), [] {
-    for (const bool bf16 : {false, true}) {
-      SCOPED_TRACE(bf16 ? "bf16" : "fp32");
-      const Subject subject = make_seeded({.make = [] { return subjects::tied(); }});
-      FullyShardOptions options;
-      if (bf16) {
-        options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
-      }
-      for (const auto& part : subject.parts) {
-        fully_shard(*part, options);
-      }
-      fully_shard(*subject.module, options);
-      torch::optim::SGD optimizer(parameters(*subject.module), 0.1);
-      const auto step = [&](int number) {
-        optimizer.zero_grad();
-        subject.loss(rank(), number).backward();
-        optimizer.step();
-      };
-      for (int warm_up = 0; warm_up < 3; ++warm_up) {
-        step(warm_up);
-      }
-      keep_busy(device());
-      synchronize(current_stream(device()));
-      barrier();
-      keep_busy(device());
-      Event busy;
-      busy.record(current_stream(device()));
-      step(3);
-      EXPECT_FALSE(busy.query());
-    }
-  }, {.environment = {{"FSDP_CHECK_ORDER", "0"}}}); // which asks for page-locked memory in each of the first steps
+  on_gpus(
+      GetParam(),
+      [] {
+        for (const bool bf16 : {false, true}) {
+          SCOPED_TRACE(bf16 ? "bf16" : "fp32");
+          const Subject subject = make_seeded({.make = [] { return subjects::tied(); }});
+          FullyShardOptions options;
+          if (bf16) {
+            options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+          }
+          for (const auto& part : subject.parts) {
+            fully_shard(*part, options);
+          }
+          fully_shard(*subject.module, options);
+          torch::optim::SGD optimizer(parameters(*subject.module), 0.1);
+          const auto step = [&](int number) {
+            optimizer.zero_grad();
+            subject.loss(rank(), number).backward();
+            optimizer.step();
+          };
+          for (int warm_up = 0; warm_up < 3; ++warm_up) {
+            step(warm_up);
+          }
+          keep_busy(device());
+          synchronize(current_stream(device()));
+          barrier();
+          keep_busy(device());
+          Event busy;
+          busy.record(current_stream(device()));
+          step(3);
+          EXPECT_FALSE(busy.query());
+        }
+      },
+      {.environment = {{"FSDP_CHECK_ORDER", "0"}}}); // which asks for page-locked memory in each of the first steps
 }
 
 // A step on a stream of the program's own, which no other stream waits for.

@@ -138,7 +138,8 @@ TEST_P(RanksOnGpus, GoOnFromACheckpoint) {
           fully_shard(*part);
         }
         fully_shard(*subject.module);
-        optimizer = std::make_unique<torch::optim::AdamW>(parameters(*subject.module), torch::optim::AdamWOptions(1e-2));
+        optimizer =
+            std::make_unique<torch::optim::AdamW>(parameters(*subject.module), torch::optim::AdamWOptions(1e-2));
       }
       void train(int first, int last) {
         for (int step = first; step < last; ++step) {

@@ -83,7 +83,7 @@ inline FullyShardOptions options_of(const Combination& combination) {
 
 inline Trial trial_of(const Combination& combination) {
   return {
-      .make = [&] { return make_subject(combination); },
+      .make = [combination] { return make_subject(combination); },
       .options = options_of(combination),
       .accumulate = combination.accumulate,
       .steps = 3};
@@ -98,8 +98,14 @@ inline Arrangement arrangement_of(const Combination& combination, int ranks) {
 inline const Reference& reference_of(Combination combination, int ranks, int steps) {
   static std::map<std::tuple<bool, bool, bool, bool, Accumulate, int, int>, Reference> references;
   combination.checkpointed = false;
-  const auto key =
-      std::tuple(combination.bf16, combination.offload, combination.hybrid, combination.frozen, combination.accumulate, ranks, steps);
+  const auto key = std::tuple(
+      combination.bf16,
+      combination.offload,
+      combination.hybrid,
+      combination.frozen,
+      combination.accumulate,
+      ranks,
+      steps);
   auto found = references.find(key);
   if (found == references.end()) {
     Trial trial = trial_of(combination);

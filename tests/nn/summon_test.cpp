@@ -447,10 +447,15 @@ TEST_P(Summon, ToWriteWithinAGuardThatDropsWritesIsAnError) {
     for (const bool whole_model : {true, false}) {
       nn::Module& shown = whole_model ? *model : *model[0];
       const auto outer = summon_full_params(shown, {.writeback = false});
-      const auto said = error_message([&] { summon_full_params(*model); });
+      const auto said = error_message([&] { (void)summon_full_params(*model); });
       EXPECT_TRUE(contains(said, "already shown by a guard with writeback = false"));
       const auto inner = summon_full_params(*model, {.writeback = false});
       EXPECT_EQ(model[1]->parameters()[0].size(0), 2);
+    }
+    {
+      const auto outer = summon_full_params(*model, {.writeback = false});
+      const auto said = error_message([&] { (void)summon_full_params(*model[1]); }); // of the root's unit
+      EXPECT_TRUE(contains(said, "already shown by a guard with writeback = false"));
     }
     const auto outer = summon_full_params(*model[0], {.writeback = false});
     summon_full_params(*model, {.recurse = false}).end(); // another unit

@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_collection_modifyitems(config, items):
     """TEST_PART=0/3 leaves every third case, from the first on: the three parts may run side by side."""
     if on_gpus.WANTED:
+        config.hook.pytest_deselected(items=[item for item in items if not on_gpus.is_for(item.path.name, item.name)])
         items[:] = [item for item in items if on_gpus.is_for(item.path.name, item.name)]
         if not torch.cuda.is_available():
             for item in items:

@@ -72,6 +72,7 @@ def test_ctrl_c_ends_a_long_wait_and_the_others_are_told():
     model = fully_shard(nn.Linear(4, 4))
     met = dist.new_group()
     if dist.get_rank() == 0:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(1, 4)).sum().backward()

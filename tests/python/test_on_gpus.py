@@ -1,4 +1,4 @@
-"""What there is on GPUs only. All other tests that run over Gloo run there too, over NCCL: FSDP_TEST_DEVICE=cuda."""
+"""What there is on GPUs only. Of the other tests, those of `on_gpus.FILES` run there too: FSDP_TEST_DEVICE=cuda."""
 
 import functools
 

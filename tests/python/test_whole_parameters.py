@@ -236,11 +236,17 @@ def test_to_write_within_a_guard_that_drops_writes_is_an_error():
     model = shard_with(fully_shard, seeded(mlp))
     wrapped = libfsdp.FullyShardedDataParallel(seeded(lambda: nn.Linear(5, 3)), use_orig_params=True)
     summon, summon_wrapped = libfsdp.summon_full_params, libfsdp.FullyShardedDataParallel.summon_full_params
-    for each, inner in ((model, summon), (wrapped, summon), (wrapped, summon_wrapped)):
+    part_of_a_unit = model[2][0]
+    for each, within, inner in (
+        (model, model, summon),
+        (model, part_of_a_unit, summon),
+        (wrapped, wrapped, summon),
+        (wrapped, wrapped, summon_wrapped),
+    ):
         with summon(each, writeback=False):
-            with pytest.raises(RuntimeError, match="already shown by a guard with writeback = false"), inner(each):
+            with pytest.raises(RuntimeError, match="already shown by a guard with writeback = false"), inner(within):
                 pass
-            with inner(each, writeback=False):
+            with inner(within, writeback=False):
                 pass
     check_training(model, seeded(mlp), loss_of, (5,), exact=True, steps=1)
 
@@ -249,6 +255,7 @@ def test_to_write_within_a_guard_that_drops_writes_is_an_error():
 def test_ranks_that_are_shown_nothing_do_not_wait_for_one_that_is():
     model = shard_with(fully_shard, seeded(mlp))
     with libfsdp.summon_full_params(model, writeback=False, rank0_only=True):
-        with pytest.raises(RuntimeError, match="already shown on one rank"):
-            with libfsdp.summon_full_params(model, writeback=False):
-                pass
+        for each in (model, model[2][0]):
+            with pytest.raises(RuntimeError, match="already shown on one rank"):
+                with libfsdp.summon_full_params(each, writeback=False):
+                    pass

@@ -31,7 +31,7 @@ constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
 Channel::Options channel_options(const C10dOptions& options) {
   const auto check_order = options.check_order ? options.check_order : env::flag("FSDP_CHECK_ORDER");
-  return {.timeout = options.timeout, .check_order = check_order};
+  return {.timeout = options.timeout, .check_order = check_order, .ours = options.ours};
 }
 
 at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device device) {
@@ -113,7 +113,7 @@ std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptio
 }
 
 std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining) {
-  return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make});
+  return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make, .ours = true});
 }
 
 void set_check_order(Group& group, bool check) {

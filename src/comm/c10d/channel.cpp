@@ -1,8 +1,10 @@
 #include "comm/c10d/channel.h"
 
 #include <algorithm>
+#include <exception>
 #include <utility>
 
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -22,6 +24,7 @@ using std::chrono::milliseconds;
 constexpr milliseconds kMostGrace{1000};
 // Longer waits are told to the other ranks, and interrupted when one of them gives up.
 constexpr milliseconds kSlice{1000};
+constexpr milliseconds kLongestEnd{2000};
 // Ranks whose programs differ mostly do so from the first step on. A count, which is the same on all ranks, decides:
 // what a rank has learned of its steps is its own.
 constexpr int64_t kCheckedAtFirst = 512;
@@ -124,9 +127,31 @@ Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Opt
       collectives_(*process_group_, timeout_),
       board_((*process_group_)->getStore(), rank_, size_),
       check_order_(options.check_order),
-      reports_errors_(error_of(**process_group_).has_value()) {}
+      reports_errors_(error_of(**process_group_).has_value()),
+      ours_(options.ours) {}
 
-Channel::~Channel() = default;
+Channel::~Channel() {
+  const bool goes_on = failure_.empty() && std::uncaught_exceptions() == 0;
+  if (ours_ && goes_on && !control_device_.is_cpu() && process_group_.is_of_this_process()) {
+    end_in_order();
+  }
+}
+
+// Others may still receive from this rank, or this one from them; a group of a device's that just goes aborts. They may
+// never come to this either: not for long.
+void Channel::end_in_order() {
+  try {
+    if (error_of(**process_group_).value_or(c10d::ErrorType::SUCCESS) == c10d::ErrorType::SUCCESS) {
+      within_limit<bool>(kLongestEnd, [group = *process_group_, device = control_device_] {
+        const c10::DeviceGuard guard(device);
+        group->shutdown();
+        return true;
+      });
+    }
+  } catch (const std::exception& error) {
+    log::debug("the {} group did not end in order: {}", name_, message_of(error));
+  }
+}
 
 void Channel::require_device(c10::Device device, const Label& label) const {
   FSDP_CHECK(

@@ -60,6 +60,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   struct Options {
     std::chrono::milliseconds timeout;
     std::optional<bool> check_order; ///< unset: at first
+    bool ours; ///< ended by us
   };
 
   Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options);
@@ -125,6 +126,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   }
   /// Also if the backend found, since, that an earlier collective failed on the device.
   void throw_if_failed(const CollectiveId& id);
+  void end_in_order();
   bool checks(const CollectiveId& id) const;
   void check_order(const CollectiveId& id, int64_t bytes);
   void compare_orders(const CollectiveId& id);
@@ -146,6 +148,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   std::optional<bool> check_order_;
   OrderRecords order_records_;
   bool reports_errors_; // the backend does
+  bool ours_;
   int64_t started_ = 0; // collectives so far
   std::string failure_; // empty while all is well
 };

@@ -52,6 +52,8 @@ struct C10dOptions {
   MakeProcessGroup make_process_group = nullptr;
   /// Buffers for collectives lie in memory of the backend, if it has any to give (NCCL: registered with the network).
   bool backend_memory = false;
+  /// Nobody else has the process group, nor those that it is split into.
+  bool ours = false;
 };
 
 std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptions& options);

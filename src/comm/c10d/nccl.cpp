@@ -12,13 +12,11 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 
 #include "base/env.h"
-#include "base/log.h"
-#include "comm/words.h"
 
 namespace fsdp {
 namespace {
 
-using c10d::ProcessGroupNCCL;
+using Nccl = c10d::ProcessGroupNCCL;
 
 void set_unless_given(const char* name, const char* value) {
   setenv(name, value, /*overwrite=*/0);
@@ -31,36 +29,15 @@ void let_failures_be_exceptions() {
   if (!env::string("NCCL_ASYNC_ERROR_HANDLING")) { // its older name
     set_unless_given("TORCH_NCCL_ASYNC_ERROR_HANDLING", kCleanUpOnly);
   }
-  set_unless_given("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
-  set_unless_given("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250"); // of which it waits four times as long
+  if (!env::string("TORCH_NCCL_DUMP_ON_TIMEOUT")) {
+    set_unless_given("TORCH_NCCL_DUMP_ON_TIMEOUT", "0");
+    set_unless_given("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "250"); // of which it waits four times as long
+  }
 }
-
-/// Its destructor takes leave of the other ranks. LibTorch's own aborts, and a rank that is still sending, or waiting,
-/// gets an error.
-class Nccl final : public ProcessGroupNCCL {
- public:
-  using ProcessGroupNCCL::ProcessGroupNCCL;
-  ~Nccl() override {
-    try {
-      if (!is_aborted_ && getError() == c10d::ErrorType::SUCCESS) {
-        shutdown();
-      }
-    } catch (const std::exception& error) {
-      log::debug("an NCCL group did not end in order: {}", message_of(error));
-    }
-  }
-  void abort() override {
-    is_aborted_ = true;
-    ProcessGroupNCCL::abort();
-  }
-
- private:
-  bool is_aborted_ = false;
-};
 
 ProcessGroupPtr make_nccl(StorePtr store, int rank, int size, c10::Device device, std::chrono::milliseconds timeout) {
   const c10::DeviceGuard guard(device); // made on a thread of its own
-  const auto options = ProcessGroupNCCL::Options::create();
+  const auto options = Nccl::Options::create();
   options->timeout = timeout;
   const auto backend = c10::make_intrusive<Nccl>(store, rank, size, options);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
