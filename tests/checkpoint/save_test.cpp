@@ -266,7 +266,7 @@ TEST_F(Saves, RefuseExtrasThatAreNoWholeTensors) {
     torch::nn::Linear model(4, 4);
     fully_shard(model);
     const std::map<std::string, at::Tensor> wrong{
-        {"is a shard, of which", model->parameters()[0]}, {"was never given a value", at::Tensor()}};
+        {"is a shard, of which", model->parameters()[0]}, {"is a tensor that was never given a value", at::Tensor()}};
     for (const auto& [wanted, extra] : wrong) {
       const auto message = error_message([&, &extra = extra] {
         save(folder(), {.model = model, .extra = {{"mean", extra}}});
