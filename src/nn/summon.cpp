@@ -32,8 +32,8 @@ using engine::Unit;
 
 namespace {
 
-/// The units of whole parameters that guards show, instead of what tells of them otherwise. Of all threads: ranks may
-/// be some.
+/// Whose the whole parameters are that guards show: plain tensors, which do not say so. On all threads, as ranks may be
+/// some.
 class Shown {
  public:
   void add(const at::Tensor& whole, const std::shared_ptr<Unit>& unit) {
@@ -124,14 +124,14 @@ std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slot
 }
 
 /// The units of a module and of those below, and those of modules above that have parameters there.
-std::vector<FSDPModule> units_around(torch::nn::Module& module, const std::vector<Slot>& slots, bool recurse) {
+std::vector<FSDPModule> units_around(torch::nn::Module& module) {
   std::vector<FSDPModule> found;
   for (const auto& [path, each] : nn::modules_of(module)) {
-    if (const auto unit = nn::registry::find(*each); unit && (recurse || each == &module)) {
+    if (const auto unit = nn::registry::find(*each)) {
       found.emplace_back(unit);
     }
   }
-  for (const auto& slot : recurse ? slots : std::vector<Slot>()) {
+  for (const auto& slot : nn::slots_of(module)) {
     const Param* param = engine::param_of(slot.tensor);
     if (auto unit = param != nullptr ? param->unit().shared_from_this() : shown_wholes().unit_of(slot.tensor)) {
       found.emplace_back(std::move(unit));
@@ -320,16 +320,16 @@ void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOption
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {
   torch::nn::Module& module = given.for_operation("summon_full_params");
   nn::strangers::check_none(module, "summon_full_params");
-  check_may_summon(units_around(module, nn::slots_of(module), options.recurse), options);
-  nn::settle_replaced_shards(module);
-  auto slots = nn::slots_of(module);
-  const auto flat_slots = nn::flat_slots_of(module);
-  slots.insert(slots.end(), flat_slots.begin(), flat_slots.end());
   const auto unit = nn::registry::find(module);
   const auto own = unit ? std::optional<FSDPModule>(unit) : std::nullopt;
   if (!options.recurse && !own) {
     return summon_full_params(std::vector<Slot>(), nullptr, options);
   }
+  check_may_summon(options.recurse ? units_around(module) : std::vector{*own}, options);
+  nn::settle_replaced_shards(module);
+  auto slots = nn::slots_of(module);
+  const auto flat_slots = nn::flat_slots_of(module);
+  slots.insert(slots.end(), flat_slots.begin(), flat_slots.end());
   return summon_full_params(slots, options.recurse ? nullptr : &*own, options);
 }
 

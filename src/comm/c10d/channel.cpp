@@ -137,8 +137,8 @@ Channel::~Channel() {
   }
 }
 
-// Others may still receive from this rank, or this one from them; a group of a device's that just goes aborts. They may
-// never come to this either: not for long.
+// NCCL's groups abort when they are just destroyed, while other ranks may still receive from this one. But those may
+// never end theirs: not for long.
 void Channel::end_in_order() {
   try {
     if (error_of(**process_group_).value_or(c10d::ErrorType::SUCCESS) == c10d::ErrorType::SUCCESS) {
