@@ -21,6 +21,8 @@ from libfsdp import MixedPrecisionPolicy, fully_shard
 from subclasses import Coded
 from subjects import (
     BATCH,
+    TORCH_IS_OLD,
+    check_hollow,
     check_same,
     check_training,
     even,
@@ -72,9 +74,8 @@ def test_a_profiler_that_records_shapes_reads_nothing():
         shapes, said = profiled(lambda: loss_of(model, mine(rows(0, 4))).backward(), **options)
         assert shapes == expected
         assert not [line for line in said if "raw access" in line or "exhausted" in line], said
-    with pytest.raises(RuntimeError, match="'0.weight'.*sharded at this moment"):
-        loss_of(model, mine(rows(0, 4))).backward()
-        model[0].weight.detach().data_ptr()
+    loss_of(model, mine(rows(0, 4))).backward()
+    check_hollow(model[0].weight.detach(), "0.weight")
 
 
 @dataclasses.dataclass
@@ -174,6 +175,7 @@ def test_a_whole_parameter_has_what_a_dtensor_has():
     check_training(model, reference, lambda m, x: m(x.double()).pow(2).mean(), (5,), exact=True, steps=2)
 
 
+@pytest.mark.skipif(TORCH_IS_OLD, reason="torch 2.11 cannot say more than that there is no address")
 @on_ranks(1, comm=("shm",))
 def test_whether_two_parameters_are_one_is_asked_by_address():
     model = shard_with(fully_shard, seeded(even))
@@ -465,8 +467,7 @@ def test_a_subclass_that_can_only_be_split_and_shares_a_table():
                 torch.testing.assert_close(whole(parameter.grad), dict(reference.named_parameters())[name].grad)
         model.zero_grad(), reference.zero_grad()
     whole_table = model[0].weight.table
-    with pytest.raises(RuntimeError, match="sharded at this moment"):
-        model[0].weight.codes.data_ptr()
+    check_hollow(model[0].weight.codes, "0.weight.*")
     assert torch.equal(whole_table, table), "it stays where it is"
 
 
