@@ -11,7 +11,7 @@ class MemoryOfGpus : public OnGpus, public ::testing::WithParamInterface<int> {}
 
 INSTANTIATE_TEST_SUITE_P(Ranks, MemoryOfGpus, ::testing::Values(1, 2, 4), ::testing::PrintToStringParamName());
 
-constexpr int64_t kWidth = 1024, kLayers = 12;
+constexpr int64_t kWidth = 2048, kLayers = 12; // so much that units which stay whole are beyond the bound
 
 c10::DeviceAllocator& allocator() {
   return *c10::getDeviceAllocator(c10::kCUDA);

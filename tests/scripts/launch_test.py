@@ -55,6 +55,12 @@ class Launch(unittest.TestCase):
         self.assertEqual(len(files), ranks)
         return process, [int(pid) for file in files for pid in file.read_text().split()]
 
+    def test_there_is_a_rank_for_each_gpu_that_programs_see_or_two(self):
+        for visible, ranks in (("", 2), ("0", 1), ("4,5,6", 3)):
+            command = [LAUNCH, "sh", "-c", "echo $WORLD_SIZE"]
+            done = subprocess.run(command, env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}, capture_output=True, text=True, timeout=30)
+            self.assertEqual(done.stdout.split(), [str(ranks)] * ranks)
+
     def test_other_children_of_its_process_do_not_matter(self):
         command = f"sleep 0.3 & exec {LAUNCH} --ranks 2 sh -c 'sleep 0.6'"
         self.assertEqual(subprocess.run(["sh", "-c", command], timeout=30).returncode, 0)

@@ -45,7 +45,8 @@ def _summon_own(
 ) -> Iterator[None]:
     state = instance._fsdp_state
     state.heed()
-    shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not _lies_elsewhere(instance)
+    is_copied = instance.cpu_offload.offload_params and instance.compute_device.type != "cpu"  # from the host to the device
+    shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not is_copied
     writeback = (writeback or (shows_itself and not offload_to_cpu)) and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
     with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads):
@@ -56,11 +57,6 @@ def _summon_own(
             yield
         finally:
             instance._summoned = False
-
-
-def _lies_elsewhere(instance: "FullyShardedDataParallel") -> bool:
-    """Offloaded parameters are on the host, and shown on the device."""
-    return instance.cpu_offload.offload_params and instance.compute_device.type != "cpu"
 
 
 def wholes_of(
