@@ -13,13 +13,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config, items):
-    """TEST_PART=0/3 leaves every third case, from the first on: the three parts may run side by side."""
     if on_gpus.WANTED:
-        config.hook.pytest_deselected(items=[item for item in items if not on_gpus.is_for(item.path.name, item.name)])
-        items[:] = [item for item in items if on_gpus.is_for(item.path.name, item.name)]
+        leave(config, items, [on_gpus.is_for(item.path.name, item.name) for item in items])
         if not torch.cuda.is_available():
             for item in items:
                 item.add_marker(pytest.mark.skip(reason="there is no GPU"))
     part, parts = map(int, os.environ.get("TEST_PART", "0/1").split("/"))
-    config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i % parts != part])
-    items[:] = items[part::parts]
+    groups = {process: i for i, process in enumerate(dict.fromkeys(map(processes_of, items)))}
+    leave(config, items, [groups[processes_of(item)] % parts == part for item in items])
+
+
+def processes_of(item):
+    """The variants of a test that run in the same processes are told by the same answer."""
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    return (item.path, item.originalname, given["ranks"], given["means"]) if "means" in given else item.nodeid
+
+
+def leave(config, items, which):
+    config.hook.pytest_deselected(items=[item for item, stays in zip(items, which) if not stays])
+    items[:] = [item for item, stays in zip(items, which) if stays]

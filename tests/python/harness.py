@@ -1,14 +1,19 @@
 """Runs a test's body on several ranks, each a process of its own, joined by a group that the test names."""
 
+import atexit
+import contextlib
 import functools
+import gc
 import importlib
 import inspect
+import itertools
 import multiprocessing
 import os
 import pathlib
 import signal
 import sys
 import tempfile
+import time
 import traceback
 
 import on_gpus
@@ -31,7 +36,10 @@ def on_ranks(*sizes, comm=("shm", "gloo"), lost=()):
         def test(ranks, means, **arguments):
             if on_gpus.WANTED and means == "shm":
                 pytest.skip("shared memory is for the CPU")
-            run(body, ranks, means, arguments, lost)
+            if lost:
+                run(body, ranks, means, arguments, lost)
+            else:
+                run_variant(body, ranks, means, arguments)
 
         test.__signature__ = _with_parameters(body)
         test.body = body
@@ -50,53 +58,93 @@ def _with_parameters(body):
 IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where flushing does not wait for a disk
 
 
-def run(body, ranks, means, arguments, lost=()):
-    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
-        pipes, processes = [], []
+class Ranks:
+    """Processes that run one test's body, for one variant of its arguments after the other."""
+
+    def __init__(self, body, ranks, means, lost=()):
+        self.key = (body, ranks, means)
+        self.says = f"of {ranks} over {means}"
+        self.lost = lost
+        self.folder = tempfile.TemporaryDirectory(dir=IN_MEMORY)
+        self.pipes, self.processes = [], []
         for rank in range(ranks):
-            mine, theirs = _context.Pipe(duplex=False)
-            job = (body.__module__, body.__name__, rank, ranks, means, folder, arguments, bool(lost))
+            mine, theirs = _context.Pipe()
+            job = (body.__module__, body.__name__, rank, ranks, means, self.folder.name, bool(lost))
             process = _context.Process(target=_work, args=(theirs, *job), daemon=True)
             process.start()
             theirs.close()
-            pipes.append(mine)
-            processes.append(process)
-        try:
-            failures = _collect(pipes, processes, lost)
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        if failures:
-            text = "\n".join(f"rank {rank} of {ranks} over {means}:\n{said}" for rank, said in failures)
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, arguments):
+        for pipe in self.pipes:
+            try:
+                pipe.send(arguments)
+            except OSError:  # it ended before it was told: what it said of that is collected
+                pass
+        if failures := self._collect():
+            text = "\n".join(f"rank {rank} {self.says}:\n{said}" for rank, said in failures)
             pytest.fail(text, pytrace=False)
 
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
 
-def _collect(pipes, processes, killed):
-    """Ranks that failed with what they said: those that raised before those that vanished or hung."""
-    import time
-
-    deadline = time.monotonic() + TIMEOUT
-    raised, lost = [], []
-    for rank, (pipe, process) in enumerate(zip(pipes, processes)):
-        if rank in killed:
-            continue
-        try:
-            if not pipe.poll(max(0.0, deadline - time.monotonic()) if not raised else 5.0):
-                lost.append((rank, f"no answer within {TIMEOUT} s"))
-            elif (text := pipe.recv()) is not None:
-                raised.append((rank, text))
-        except EOFError:
-            process.join(5)
-            lost.append((rank, f"the process ended with exit code {process.exitcode}"))
-    for rank in killed:
-        processes[rank].join(10)
-        if (code := processes[rank].exitcode) != -signal.SIGKILL:
-            lost.append((rank, f"was to be killed, but has the exit code {code}"))
-    return raised + lost
+    def _collect(self):
+        """Ranks that failed with what they said: those that raised before those that vanished or hung."""
+        deadline = time.monotonic() + TIMEOUT
+        raised, vanished = [], []
+        for rank, (pipe, process) in enumerate(zip(self.pipes, self.processes)):
+            if rank in self.lost:
+                continue
+            try:
+                if not pipe.poll(max(0.0, deadline - time.monotonic()) if not raised else 5.0):
+                    vanished.append((rank, f"no answer within {TIMEOUT} s"))
+                elif (text := pipe.recv()) is not None:
+                    raised.append((rank, text))
+            except (EOFError, OSError):
+                process.join(5)
+                vanished.append((rank, f"the process ended with exit code {process.exitcode}"))
+        for rank in self.lost:
+            self.processes[rank].join(10)
+            if (code := self.processes[rank].exitcode) != -signal.SIGKILL:
+                vanished.append((rank, f"was to be killed, but has the exit code {code}"))
+        return raised + vanished
 
 
-def _work(pipe, module, name, rank, ranks, means, folder, arguments, some_are_lost):
+def run(body, ranks, means, arguments, lost=()):
+    """In processes that are new."""
+    with contextlib.closing(Ranks(body, ranks, means, lost)) as new:
+        new.run(arguments)
+
+
+_last = None  # the ranks of the variant before, while they may be asked again
+
+
+def run_variant(body, ranks, means, arguments):
+    """In the processes of the variant before, if there is one."""
+    global _last
+    if not _last or _last.key != (body, ranks, means):
+        end_last()
+        _last = Ranks(body, ranks, means)
+    try:
+        _last.run(arguments)
+    except BaseException:
+        end_last()
+        raise
+
+
+@atexit.register
+def end_last():
+    global _last
+    if _last:
+        _last.close()
+    _last = None
+
+
+def _work(pipe, module, name, rank, ranks, means, folder, some_are_lost):
     try:
         sys.path.insert(0, FOLDER)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
@@ -112,17 +160,19 @@ def _work(pipe, module, name, rank, ranks, means, folder, arguments, some_are_lo
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
         libfsdp.use_shared_memory(means == "shm")
-        torch.manual_seed(0)
         body = getattr(importlib.import_module(module), name).body
-        if "folder" in inspect.signature(body).parameters:
-            arguments["folder"] = f"{folder}/files"
-        body(**arguments)
-        if some_are_lost:
+        for variant in itertools.count():
+            arguments = pipe.recv()
+            torch.manual_seed(0)
+            if "folder" in inspect.signature(body).parameters:
+                arguments["folder"] = f"{folder}/files{variant}"
+            body(**arguments)
+            if not some_are_lost:
+                dist.barrier()
             pipe.send(None)
-            return
-        dist.barrier()
-        pipe.send(None)
-        dist.destroy_process_group()
+            gc.collect()  # what the variant made goes before the next one
+    except EOFError:  # no other variant
+        pass
     except BaseException:
         pipe.send(traceback.format_exc())
         pipe.close()
