@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <exception>
 #include <optional>
 #include <utility>
 
@@ -19,6 +20,7 @@
 #include "comm/process.h"
 #include "comm/rendezvous.h"
 #include "comm/within_limit.h"
+#include "comm/words.h"
 #include "comm/world.h"
 
 namespace fsdp {
@@ -183,6 +185,19 @@ std::shared_ptr<Group> make_group(
        .label = {"init", ""}});
 }
 
+void meet_others(const Launch& launch, c10::Device device, Joined& state) {
+  Rendezvous& rendezvous = *state.rendezvous;
+  World& world = state.world;
+  require_same_options(rendezvous, state.options, device.type());
+  if (!launch.local_rank) {
+    const auto hosts = rendezvous.exchange(host_identity());
+    const auto mine = hosts.begin() + launch.rank;
+    world.local_rank = static_cast<int>(std::count(hosts.begin(), mine, *mine));
+  }
+  world.device = use_device(device, world.local_rank);
+  world.group = make_group(launch, state.options, world.device, rendezvous);
+}
+
 void join_job(const Launch& launch, const InitOptions& options) {
   const c10::Device device = parse_device(options.device, options.backend);
   require_known_backend(options.backend, device);
@@ -195,14 +210,12 @@ void join_job(const Launch& launch, const InitOptions& options) {
     world.device = use_device(device, world.local_rank);
   } else {
     state.rendezvous = std::make_unique<Rendezvous>(launch, options.timeout);
-    require_same_options(*state.rendezvous, options, device.type());
-    if (!launch.local_rank) {
-      const auto hosts = state.rendezvous->exchange(host_identity());
-      const auto mine = hosts.begin() + launch.rank;
-      world.local_rank = static_cast<int>(std::count(hosts.begin(), mine, *mine));
+    try {
+      meet_others(launch, device, state);
+    } catch (const std::exception& error) {
+      state.rendezvous->give_up(message_of(error));
+      throw;
     }
-    world.device = use_device(device, world.local_rank);
-    world.group = make_group(launch, options, world.device, *state.rendezvous);
   }
   joined() = std::move(state);
 }

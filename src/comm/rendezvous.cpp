@@ -139,7 +139,7 @@ std::chrono::milliseconds Rendezvous::limit() const {
 }
 
 template <typename T>
-T Rendezvous::ask(std::function<T()> talk) const {
+T Rendezvous::ask(std::function<T()> talk) {
   try {
     return answer_of<T>(limit(), std::move(talk));
   } catch (const std::exception& error) {
@@ -182,7 +182,7 @@ void Rendezvous::meet(const Round& round) {
   }
 }
 
-bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) const {
+bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) {
   const auto all = all_key(round.key);
   std::string reason;
   try {
@@ -200,7 +200,10 @@ bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) 
   }
 }
 
-void Rendezvous::fail(const std::string& reason) const {
+void Rendezvous::give_up(const std::string& reason) {
+  if (std::exchange(gave_up_, true)) {
+    return;
+  }
   try {
     // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
     // the store is gone: who serves it waits for them.
@@ -214,6 +217,10 @@ void Rendezvous::fail(const std::string& reason) const {
   } catch (const std::exception&) {
     // The others will find out by themselves.
   }
+}
+
+void Rendezvous::fail(const std::string& reason) {
+  give_up(reason);
   throw CommError(phrase(
       "[init] rank {} expected {} ranks at {}: {}; see whether all of them were started and what they printed, rank 0 "
       "first, which serves the others",

@@ -30,6 +30,9 @@ class Rendezvous {
   std::vector<std::string> exchange(const std::string& mine);
   /// A part of the store for one group's own use.
   c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
+  /// Tells the others why this rank will not go on, as they may not either. The rank that serves the store waits until all
+  /// know, for a moment.
+  void give_up(const std::string& reason);
   /// Says that this rank will not use the store again. The rank that serves it waits for the others' word, at most
   /// `limit`.
   void leave(std::chrono::milliseconds limit);
@@ -45,17 +48,18 @@ class Rendezvous {
   void be_seen();
   /// Until every rank has come to the round; an error names those that have not, or one that has died.
   void meet(const Round& round);
-  bool all_came(const Round& round, std::chrono::milliseconds within) const;
+  bool all_came(const Round& round, std::chrono::milliseconds within);
   /// What `talk` gets from the store, or an error.
   template <typename T>
-  T ask(std::function<T()> talk) const;
-  [[noreturn]] void fail(const std::string& reason) const;
+  T ask(std::function<T()> talk);
+  [[noreturn]] void fail(const std::string& reason);
 
   Launch launch_;
   std::chrono::milliseconds timeout_;
   c10::intrusive_ptr<c10d::Store> store_;
   int64_t witness_ = 0; // this process's number among those that can watch each other
   int exchanges_ = 0;
+  bool gave_up_ = false;
 };
 
 } // namespace fsdp

@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <ostream>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include <ATen/ATen.h>
@@ -54,18 +58,35 @@ inline Piece piece(int64_t numel, int64_t chunk, c10::ScalarType stored, std::op
   return {numel, chunk, stored, gathered.value_or(stored)};
 }
 
-/// A tensor that every rank can compute: numbers that are random, but not to the seed.
-inline at::Tensor numbers(int64_t numel, c10::ScalarType dtype, int64_t seed, bool simple = false) {
-  at::Tensor mixed = at::arange(numel, at::kLong).add(seed * 7919 + 1).mul(2654435761).remainder(65521);
+constexpr int64_t kPeriod = 65521; // prime
+
+/// A period of numbers that look random.
+inline at::Tensor one_period(c10::ScalarType dtype, bool simple) {
+  const at::Tensor mixed = at::arange(kPeriod, at::kLong).mul(2654435761).remainder(kPeriod);
   if (dtype == at::kBool) {
     return mixed.remainder(3).eq(0);
   }
-  if (!c10::isFloatingType(dtype) && !c10::isComplexType(dtype)) {
+  if (!c10::isFloatingType(dtype)) {
     return mixed.remainder(23).to(dtype);
   }
-  const at::Tensor real =
-      simple ? mixed.remainder(17).to(at::kDouble) : mixed.to(at::kDouble).div(32760.5).sub(1).exp();
-  return c10::isComplexType(dtype) ? at::complex(real, real.flip(0).neg()).to(dtype) : real.to(dtype);
+  return (simple ? mixed.remainder(17).to(at::kDouble) : mixed.to(at::kDouble).div(32760.5).sub(1).exp()).to(dtype);
+}
+
+/// A tensor that every rank can compute: numbers that are random, but not to the seed.
+inline at::Tensor numbers(int64_t numel, c10::ScalarType dtype, int64_t seed, bool simple = false) {
+  if (c10::isComplexType(dtype)) {
+    const at::Tensor real = numbers(numel, c10::toRealValueType(dtype), seed, simple);
+    return at::complex(real, real.flip(0).neg());
+  }
+  static std::mutex mutex;
+  static std::map<std::pair<c10::ScalarType, bool>, at::Tensor> periods;
+  const std::lock_guard lock(mutex);
+  at::Tensor& period = periods[{dtype, simple}];
+  if (!period.defined()) {
+    period = one_period(dtype, simple);
+  }
+  const int64_t begin = (seed * 7919 + 1) % kPeriod, periods_long = (begin + numel) / kPeriod + 1;
+  return (periods_long == 1 ? period : period.repeat({periods_long})).narrow(0, begin, numel).clone();
 }
 
 inline at::Tensor view_of(void* memory, int64_t numel, c10::ScalarType dtype) {
@@ -80,7 +101,8 @@ inline ::testing::AssertionResult same_bits(const at::Tensor& got, const at::Ten
   }
   const auto* left = static_cast<const char*>(a.const_data_ptr());
   const auto* right = static_cast<const char*>(b.const_data_ptr());
-  for (size_t i = 0; i < a.nbytes(); ++i) {
+  const bool same = a.nbytes() == 0 || std::memcmp(left, right, a.nbytes()) == 0;
+  for (size_t i = 0; !same && i < a.nbytes(); ++i) {
     if (left[i] != right[i]) {
       const auto index = static_cast<int64_t>(i / a.element_size());
       return ::testing::AssertionFailure()
