@@ -20,13 +20,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker(pytest.mark.skip(reason="there is no GPU"))
     part, parts = map(int, os.environ.get("TEST_PART", "0/1").split("/"))
     groups = {process: i for i, process in enumerate(dict.fromkeys(map(processes_of, items)))}
+    items.sort(key=lambda item: groups[processes_of(item)])
     leave(config, items, [groups[processes_of(item)] % parts == part for item in items])
 
 
 def processes_of(item):
-    """The variants of a test that run in the same processes are told by the same answer."""
+    """Tests that share processes have the same answer."""
     given = item.callspec.params if hasattr(item, "callspec") else {}
-    return (item.path, item.originalname, given["ranks"], given["means"]) if "means" in given else item.nodeid
+    return (item.path, given["ranks"], given["means"]) if "means" in given else (item.path,)
 
 
 def leave(config, items, which):

@@ -9,11 +9,13 @@ import sys
 
 import pytest
 
+from harness import run_program
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "python"
 
 
-def torchrun(ranks, script, *arguments):
+def torchrun(script, ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
         [*command, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=120,
@@ -33,7 +35,7 @@ def test_one_line_switches_from_pytorch(script, imported, tmp_path):
     line = f"\nfrom libfsdp import {imported}\n"
     assert line in ours.read_text()
     theirs.write_text(ours.read_text().replace(line, f"\nfrom torch.distributed.fsdp import {imported}\n"))
-    outputs = [torchrun(2, script) for script in (ours, theirs)]
+    outputs = [run_program(script, 2) for script in (ours, theirs)]
     losses = [[float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", output)] for output in outputs]
     assert len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)  # sums are taken in another order
@@ -56,6 +58,7 @@ def test_trainer_gives_the_losses_of_the_cpp_trainer(ranks, tmp_path):
     )
     lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     expected = [line["loss"] for line in lines if line["event"] == "step"]
-    torchrun(ranks, EXAMPLES / "train_gpt.py", *sizes, "--json", tmp_path / "losses.json")
+    run = torchrun if ranks == 2 else run_program
+    run(EXAMPLES / "train_gpt.py", ranks, *sizes, "--json", tmp_path / "losses.json")
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert len(losses) == 12 and losses == expected

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import device_mesh
 from torch.distributed import fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import functional as F
@@ -17,6 +17,9 @@ import libfsdp
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
 from subjects import needs_mesh_dims, seeded, whole
+
+# PyTorch's function wants its own mesh, and DTensor's caches answer with the first one that was equal to it.
+init_device_mesh = functools.cache(device_mesh.init_device_mesh)
 
 VOCABULARY, LENGTH, WIDTH, HEADS = 24, 6, 8, 2
 
