@@ -84,11 +84,12 @@ void write(Level level, std::string_view message) {
 }
 
 void warn_once(const std::string& message) {
-  static std::mutex mutex;
-  static std::unordered_set<std::string> written;
+  // Never destroyed, as what ends at exit may warn.
+  static auto* const mutex = new std::mutex;
+  static auto* const written = new std::unordered_set<std::string>;
   {
-    std::lock_guard lock(mutex);
-    if (!written.insert(message).second) {
+    std::lock_guard lock(*mutex);
+    if (!written->insert(message).second) {
       return;
     }
   }

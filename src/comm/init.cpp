@@ -212,8 +212,9 @@ void join_job(const Launch& launch, const InitOptions& options) {
     state.rendezvous = std::make_unique<Rendezvous>(launch, options.timeout);
     try {
       meet_others(launch, device, state);
+      state.rendezvous->conclude();
     } catch (const std::exception& error) {
-      state.rendezvous->give_up(message_of(error));
+      state.rendezvous->give_up(phrase("rank {} gave up: {}", launch.rank, message_of(error)));
       throw;
     }
   }

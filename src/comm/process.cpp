@@ -66,10 +66,12 @@ bool has_ended(int32_t pid, uint64_t started) {
 }
 
 std::shared_ptr<const WatchedProcess> WatchedProcess::of(int32_t pid, uint64_t started) {
-  static std::mutex mutex;
-  static std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<const WatchedProcess>> known;
-  const std::scoped_lock lock(mutex);
-  auto& process = known[{pid, started}];
+  using Known = std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<const WatchedProcess>>;
+  // Never destroyed, as groups in static variables still wait for others at exit.
+  static auto* const mutex = new std::mutex;
+  static auto* const known = new Known;
+  const std::scoped_lock lock(*mutex);
+  auto& process = (*known)[{pid, started}];
   auto watched = process.lock();
   if (!watched) {
     process = watched = std::make_shared<const WatchedProcess>(pid, started);

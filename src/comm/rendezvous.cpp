@@ -29,7 +29,7 @@ constexpr std::chrono::milliseconds kSlice{1000};
 constexpr std::chrono::milliseconds kAtOnce{1};
 // Plain, as background threads may read them at exit.
 constexpr const char* kGivenUp = "given up";
-constexpr const char* kKnown = "known";
+constexpr const char* kHeard = "heard";
 constexpr const char* kLeft = "left";
 
 using Clock = std::chrono::steady_clock;
@@ -125,7 +125,9 @@ Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
 Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout, StorePtr store)
     : launch_(launch), timeout_(bounded(timeout)), store_(std::move(store)) {
   be_seen();
-  meet({.key = "arrived", .done = "arrived"});
+  const Round arrival{.key = "arrived", .done = "arrived"};
+  come_to(arrival);
+  await_all(arrival);
   if (serves_rendezvous(launch_)) {
     withdraw_port(launch_.job);
   }
@@ -163,11 +165,14 @@ void Rendezvous::be_seen() {
   });
 }
 
-void Rendezvous::meet(const Round& round) {
+void Rendezvous::come_to(const Round& round) {
   ask<bool>([store = store_, what = round.key, mine = phrase("{} ", launch_.rank), size = launch_.size] {
     store->append(who_key(what), {mine.begin(), mine.end()});
     return count_me(*store, what, size);
   });
+}
+
+void Rendezvous::await_all(const Round& round) {
   const auto end = Clock::now() + limit();
   while (!all_came(round, std::min(kSlice, limit()))) {
     const auto failed = ask<std::string>([store = store_, witness = witness_] { return failure(*store, witness); });
@@ -204,14 +209,19 @@ void Rendezvous::give_up(const std::string& reason) {
   if (std::exchange(gave_up_, true)) {
     return;
   }
+  if (serves_rendezvous(launch_)) {
+    withdraw_port(launch_.job);
+  }
   try {
     // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
     // the store is gone: who serves it waits for them.
     const auto patience = serves_rendezvous(launch_) ? kSlice + kServersGrace : kAtOnce;
     within_limit<bool>(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
-      store->set(kGivenUp, reason);
-      count_me(*store, kKnown, size);
-      store->wait({all_key(kKnown)}, patience);
+      if (!store->check({kGivenUp})) { // the first reason is the cause
+        store->set(kGivenUp, reason);
+      }
+      count_me(*store, kHeard, size);
+      store->wait({all_key(kHeard)}, patience);
       return true;
     });
   } catch (const std::exception&) {
@@ -231,13 +241,14 @@ void Rendezvous::fail(const std::string& reason) {
 }
 
 std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
-  const std::string round = key("exchange", exchanges_++);
-  ask<bool>([store = store_, key = key(round, launch_.rank), mine] {
+  const Round round{.key = key("exchange", exchanges_++), .done = "said what the ranks exchange"};
+  ask<bool>([store = store_, key = key(round.key, launch_.rank), mine] {
     store->set(key, mine);
     return true;
   });
-  meet({.key = round, .done = "said what the ranks exchange"});
-  const auto all = ask<std::vector<std::vector<uint8_t>>>([store = store_, round, size = launch_.size] {
+  come_to(round);
+  await_all(round);
+  const auto all = ask<std::vector<std::vector<uint8_t>>>([store = store_, round = round.key, size = launch_.size] {
     std::vector<std::string> keys; // one question, however many ranks there are
     for (int rank = 0; rank < size; ++rank) {
       keys.push_back(key(round, rank));
@@ -252,6 +263,14 @@ std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
     texts.emplace_back(bytes.begin(), bytes.end());
   }
   return texts;
+}
+
+void Rendezvous::conclude() {
+  const Round round{.key = "known", .done = "joined"};
+  come_to(round);
+  if (serves_rendezvous(launch_)) {
+    await_all(round);
+  }
 }
 
 StorePtr Rendezvous::store(const std::string& name) const {

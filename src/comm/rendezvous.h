@@ -30,8 +30,11 @@ class Rendezvous {
   std::vector<std::string> exchange(const std::string& mine);
   /// A part of the store for one group's own use.
   c10::intrusive_ptr<c10d::Store> store(const std::string& name) const;
-  /// Tells the others why this rank will not go on, as they may not either. The rank that serves the store waits until all
-  /// know, for a moment.
+  /// Says that this rank knows all it has to. The rank that serves the store waits for the others' word, and may then
+  /// go.
+  void conclude();
+  /// Tells the others why this rank will not go on, as they may not either. The rank that serves the store waits until
+  /// all know, for a moment.
   void give_up(const std::string& reason);
   /// Says that this rank will not use the store again. The rank that serves it waits for the others' word, at most
   /// `limit`.
@@ -46,8 +49,9 @@ class Rendezvous {
 
   std::chrono::milliseconds limit() const;
   void be_seen();
+  void come_to(const Round& round);
   /// Until every rank has come to the round; an error names those that have not, or one that has died.
-  void meet(const Round& round);
+  void await_all(const Round& round);
   bool all_came(const Round& round, std::chrono::milliseconds within);
   /// What `talk` gets from the store, or an error.
   template <typename T>

@@ -1,5 +1,6 @@
 #include "comm/rendezvous_store.h"
 
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <map>
@@ -25,6 +26,7 @@ using std::chrono::milliseconds;
 // The store has the same timeout, and knows better what it waited for.
 constexpr milliseconds kGrace{1000};
 constexpr milliseconds kPoll{20};
+constexpr milliseconds kTry{2000};
 constexpr const char* kJob = "libfsdp/job";
 
 StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
@@ -65,11 +67,28 @@ uint16_t wait_for_port(const std::string& job, milliseconds timeout) {
       " which port it has; set MASTER_PORT if ranks of one host do not share that folder");
 }
 
-StorePtr reach(const Launch& launch, c10d::TCPStoreOptions options) {
-  if (launch.port == 0) {
-    options.port = wait_for_port(launch.job, options.timeout);
+/// The port may be that of an earlier start, whose rank 0 was killed.
+StorePtr reach_published(const Launch& launch, c10d::TCPStoreOptions options) {
+  const auto timeout = options.timeout;
+  const auto end = Clock::now() + timeout;
+  while (true) {
+    const auto left = std::chrono::ceil<milliseconds>(end - Clock::now());
+    options.port = wait_for_port(launch.job, left);
+    options.timeout = std::min(left, kTry);
+    try {
+      auto store = open_tcp(launch, options);
+      store->setTimeout(timeout);
+      return store;
+    } catch (const std::exception&) {
+      if (left <= kTry) {
+        throw;
+      }
+    }
   }
-  const auto store = open_tcp(launch, options);
+}
+
+StorePtr reach(const Launch& launch, const c10d::TCPStoreOptions& options) {
+  const auto store = launch.port == 0 ? reach_published(launch, options) : open_tcp(launch, options);
   if (launch.agent_store) { // which another job cannot have come to
     return store;
   }

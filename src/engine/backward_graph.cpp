@@ -15,15 +15,16 @@ BackwardGraph BackwardGraph::current() {
   return graph;
 }
 
-bool BackwardGraph::reaches(const at::Tensor& leaf) const {
+bool BackwardGraph::has(const at::Tensor& leaf) const {
   const auto end = torch::autograd::impl::try_get_grad_accumulator(leaf); // there is one while a graph has the leaf
-  if (end == nullptr || nodes_ == nullptr || nodes_->count(end.get()) == 0) {
-    return false;
+  return end != nullptr && nodes_ != nullptr && nodes_->count(end.get()) > 0;
+}
+
+bool BackwardGraph::reaches(const at::Tensor& leaf) const {
+  if (!has(leaf) || is_for_all_leaves()) {
+    return has(leaf);
   }
-  if (is_for_all_leaves()) {
-    return true;
-  }
-  const auto found = wanted_->find(end.get());
+  const auto found = wanted_->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
   return found != wanted_->end() && found->second.needed_;
 }
 

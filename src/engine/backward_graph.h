@@ -26,6 +26,8 @@ class BackwardGraph {
   bool is_for_all_leaves() const {
     return wanted_ == nullptr || wanted_->empty();
   }
+  /// Whether it has this leaf, whoever gets the gradient.
+  bool has(const at::Tensor& leaf) const;
   /// Whether a gradient will be added to this leaf's.
   bool reaches(const at::Tensor& leaf) const;
 

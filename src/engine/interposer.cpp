@@ -37,15 +37,10 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
 
-bool in_backward() {
-  return torch::autograd::get_current_graph_task_id() >= 0;
-}
-
 /// What one operator call has to do with sharded parameters.
 struct Call {
   const OperatorTraits& traits;
   const std::string& name;
-  Phase phase = in_backward() ? Phase::kBackward : Phase::kForward;
   TouchedUnits units;
   const Param* first_handle = nullptr;
   const Param* written_shard = nullptr;
@@ -98,7 +93,8 @@ void follow_shard(Param& param) {
 }
 
 void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
-  const bool records = call.phase == Phase::kForward || c10::GradMode::is_enabled();
+  const Phase phase = param.unit().runtime().phase();
+  const bool records = phase == Phase::kForward || c10::GradMode::is_enabled();
   if (records) {
     follow_shard(param);
   }
@@ -122,7 +118,7 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
     unit.check_materialized();
   }
   if (records) {
-    note_use(param, view, call.phase);
+    note_use(param, view, phase);
   }
   if (std::find(call.units.begin(), call.units.end(), &unit) == call.units.end()) {
     call.units.push_back(&unit);
@@ -236,8 +232,9 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
   }
 }
 
-bool is_in_use(const Unit& unit, Phase phase) {
+bool is_in_use(const Unit& unit) {
   const Runtime& runtime = unit.runtime();
+  const Phase phase = runtime.phase();
   return unit.is_in_use(phase) && (runtime.sees_all_writes() || !Runtime::trains(phase)) &&
          (phase == Phase::kForward || runtime.in_backward());
 }
@@ -252,12 +249,12 @@ void touch(Call& call) {
       call.name,
       call.first_handle->name(),
       call.written_shard->name());
-  if (std::all_of(call.units.begin(), call.units.end(), [&](Unit* unit) { return is_in_use(*unit, call.phase); })) {
+  if (std::all_of(call.units.begin(), call.units.end(), [](const Unit* unit) { return is_in_use(*unit); })) {
     return;
   }
   if (call.units.size() == 1) {
     WithoutCallersLock no_callers_lock;
-    call.units[0]->runtime().touch(call.units, call.phase);
+    call.units[0]->runtime().touch(call.units);
     return;
   }
   WithoutCallersLock no_callers_lock;
@@ -266,7 +263,7 @@ void touch(Call& call) {
     Runtime& next = call.units[begin]->runtime();
     auto end = std::stable_partition(
         call.units.begin() + begin, call.units.end(), [&](const Unit* unit) { return &unit->runtime() == &next; });
-    next.touch(TouchedUnits(call.units.begin() + begin, end), call.phase);
+    next.touch(TouchedUnits(call.units.begin() + begin, end));
     begin = end - call.units.begin();
   }
   for (Unit* unit : call.units) { // a later root may have had to write shards, for which all readers let go

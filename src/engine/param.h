@@ -176,6 +176,7 @@ class alignas(64) Param {
 
   /// A forward may have used the handle.
   void note_in(ForwardGraph& graph) const;
+  bool is_in(const BackwardGraph& graph) const;
   /// A checkpointed segment that uses it brings a gradient, once it is recomputed.
   void note_checkpointed_use(int64_t segment);
   /// A backward begins: `nested`, one within another, of which the counts above may know.

@@ -129,6 +129,11 @@ void Param::note_in(ForwardGraph& graph) const {
   }
 }
 
+bool Param::is_in(const BackwardGraph& graph) const {
+  const at::Tensor handle(handle_.lock());
+  return handle.defined() && graph.has(handle);
+}
+
 void Param::note_checkpointed_use(int64_t segment) {
   if (segment != last_segment_) {
     last_segment_ = segment;

@@ -176,7 +176,7 @@ bool Runtime::needs_old_values() {
 }
 
 bool Runtime::backward_runs() const {
-  return backward_queued_ || (in_forward_ && torch::autograd::get_current_graph_task_id() >= 0);
+  return backward_queued_ || (in_forward_ && phase() == Phase::kBackward);
 }
 
 void Runtime::check_not_broken(const char* operation) const {
@@ -253,7 +253,7 @@ void Runtime::begin_backward() {
   backward_queued_ = true;
   graph_ = graph.id();
   backward_may_repeat_ = graph.is_kept();
-  backward_is_for_all_ = graph.is_for_all_leaves();
+  backward_is_for_all_ = graph.is_for_all_leaves() && leads_here(graph);
   gradients_arrived_ = false;
   for (Unit* unit : units_) {
     if (unit != nullptr) {
@@ -351,9 +351,9 @@ void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
   const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
-  // For a penalty, say: what earlier backwards have left, and zeros, go with the gradients of the one that follows.
-  // Ranks may differ in whether they come here for it.
-  const bool reduces = step_is_over || backward_is_for_all_;
+  // What earlier backwards have left, and zeros, go with the gradients of this one. Not if it brought none and was for
+  // some leaves only, a penalty's, say, or a look at the input's: ranks may differ in whether they come here for it.
+  const bool reduces = gradients_arrived_ || backward_is_for_all_;
   if (reduces) {
     reduce_what_waits();
   }
@@ -383,7 +383,8 @@ void Runtime::finish_backward() {
   }
   if (step_is_over) {
     training_.end_step();
-    in_step_ = in_forward_ = forward_graph_grows_ = false;
+    in_step_ = in_forward_ = forward_graph_grows_ = called_ = false;
+    called_within_ = -1;
     forward_graph_.clear();
   }
   backward_queued_ = false;
@@ -424,6 +425,7 @@ void Runtime::begin_step(bool certainly) {
   }
   unseen_writes_ = false;
   awaits_step_ = awaits_step_ && !certainly;
+  calls_are_noted_ = calls_are_noted_ && certainly;
   shards_changed_ = true;
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     const bool stays = unit->requested || unit->kept_through_backward; // as the program wants it
@@ -474,7 +476,8 @@ void Runtime::reset() {
   ++backward_; // what the broken one has queued may go later
   broken_ = false;
   delivered_.clear();
-  in_step_ = in_forward_ = forward_graph_grows_ = false;
+  in_step_ = in_forward_ = forward_graph_grows_ = called_ = false;
+  called_within_ = -1;
   forward_graph_.clear();
   is_last_backward_ = true;
   last_ = nullptr;

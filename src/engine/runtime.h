@@ -19,6 +19,7 @@
 
 namespace fsdp::engine {
 
+class BackwardGraph;
 class Param;
 class Unit;
 
@@ -53,7 +54,9 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   static bool trains(Phase phase);
   /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is
   /// learned, and nothing follows: one rank may look at it alone.
-  void touch(const TouchedUnits& units, Phase phase);
+  void touch(const TouchedUnits& units);
+  /// In which what is read now is read: see [Note: forwards within backwards].
+  Phase phase() const;
   /// Whether no shard can have been written since it was gathered, except by operators; as far as touches tell.
   bool sees_all_writes() const {
     return !unseen_writes_;
@@ -74,10 +77,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void expect_calls() {
     expects_calls_ = true;
   }
-  /// The program says when a step begins: its root is being called.
-  void note_call() {
-    calls_are_noted_ = true;
-  }
+  /// The program says when a step begins: its root is being called to train.
+  void note_call();
   /// Custom functions ask handles whether they require gradients before any operator sees them.
   void follow_requires_grad();
   /// A profiler that notes what operators are given (`record_shapes`) sees them before we do. Asks whether one does.
@@ -164,6 +165,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void finish_backward();
   void deliver_gradients();
   bool takes_note(const Unit& unit, bool training) const;
+  bool leads_here(const BackwardGraph& graph) const;
   static bool is_look(const Unit& unit, Phase phase, bool training);
   bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
@@ -207,6 +209,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
   bool in_step_ = false;
   bool in_forward_ = false; // the step's graph is a forward's
+  bool called_ = false; // to train, since the last step
+  int called_within_ = -1; // another backward
   ForwardGraph forward_graph_; // of the calls in this step, as far as it is known
   bool forward_graph_grows_ = false; // calls have recorded more since
   bool expects_calls_ = false;

@@ -7,8 +7,10 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "base/tracing.h"
+#include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
+#include "engine/param.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
 
@@ -47,8 +49,35 @@ bool Runtime::takes_note(const Unit& unit, bool training) const {
   return comes_again && (unit.gathers_together() || !any_gathers_together_);
 }
 
-void Runtime::touch(const TouchedUnits& units, Phase phase) {
+// [Note: forwards within backwards] A hook, or a function's backward, may train another model. What is read there after
+// a call of its root is read in a forward, unless a call from outside still waits for its backward: then a checkpoint
+// runs that forward again, of which the graph need not know.
+Phase Runtime::phase() const {
+  const int task = torch::autograd::get_current_graph_task_id();
+  return task < 0 || task == called_within_ ? Phase::kForward : Phase::kBackward;
+}
+
+void Runtime::note_call() {
+  calls_are_noted_ = true;
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) {
+    called_ = true;
+  } else if (!called_ && !in_forward_ && !backward_queued_) {
+    called_within_ = task;
+  }
+}
+
+bool Runtime::leads_here(const BackwardGraph& graph) const {
+  return std::any_of(units_.begin(), units_.end(), [&](const Unit* unit) {
+    return unit != nullptr && std::any_of(unit->params().begin(), unit->params().end(), [&](const auto& param) {
+             return param->is_in(graph);
+           });
+  });
+}
+
+void Runtime::touch(const TouchedUnits& units) {
   auto guard = lock();
+  const Phase phase = this->phase();
   const bool training = trains(phase); // before the scope below turns grad mode off
   Schedule& schedule = training ? training_ : evaluating_;
   InternalScope scope;

@@ -164,9 +164,12 @@ void set_caller(
 }
 
 static void begin_root(engine::Runtime& runtime) {
-  runtime.note_call();
   runtime.follow_requires_grad();
-  if (c10::GradMode::is_enabled() && runtime.awaits_step()) {
+  if (!c10::GradMode::is_enabled()) {
+    return;
+  }
+  runtime.note_call();
+  if (runtime.awaits_step()) {
     WithoutCallersLock no_callers_lock;
     auto lock = runtime.lock();
     engine::InternalScope scope;

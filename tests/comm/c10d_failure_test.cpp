@@ -183,5 +183,23 @@ TEST_F(C10dFailure, AStoreThatStopsInASplitHangsNobody) {
   on_processes(3, body, {.timeout = seconds(60), .lost = {0}});
 }
 
+// Having nothing to do any more.
+TEST_F(C10dFailure, TheRankThatServesTheStoreMayEndBeforeTheOthers) {
+  on_processes(3, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, seconds(60));
+    const auto group = gloo_group(rendezvous, launch, seconds(60));
+    const auto part = group->split(launch.rank == 0 ? 0 : 1, {"make mesh", ""});
+    group->barrier({"barrier", ""});
+    if (launch.rank == 0) {
+      return;
+    }
+    if (launch.rank == 2) {
+      std::this_thread::sleep_for(seconds(3)); // the other listens by then whether anybody gives up
+    }
+    EXPECT_NO_THROW(part->barrier({"barrier", ""}));
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -393,5 +393,28 @@ TEST(Init, RanksThatCannotShareMemoryTalkOverGloo) {
   });
 }
 
+TEST(Init, WhatOneRankCannotReadAllRanksAreToldOf) {
+  on_processes(3, [] {
+    if (process_rank() == 1) {
+      setenv("FSDP_ARENA_MB", "abc", /*overwrite=*/1);
+    }
+    const auto said = error_message([] { init({.backend = "shm", .device = "cpu"}); });
+    EXPECT_TRUE(contains(said, "FSDP_ARENA_MB"));
+  });
+}
+
+// Static variables of a program's end after those of ours that were first used later.
+TEST(Init, GroupsInStaticVariablesMayStillWaitAtTheEnd) {
+  on_processes(2, [] {
+    static std::shared_ptr<Group> part;
+    static std::unique_ptr<Work> work;
+    init({.backend = "shm", .device = "cpu"});
+    part = world()->split(0, {"make mesh", ""});
+    static at::Tensor sum = at::ones({100'000});
+    work = part->all_reduce(sum, ReduceOp::kSum, /*divide_by=*/1, {"all-reduce", ""});
+    std::exit(::testing::Test::HasFailure() ? 1 : 0);
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

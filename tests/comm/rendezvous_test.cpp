@@ -265,5 +265,50 @@ TEST(Rendezvous, TwoProcessesOfOneRankAreAnError) {
   });
 }
 
+// A rank that has given its word may still read the others'.
+TEST(Rendezvous, WhoServesItStaysUntilAllRanksKnow) {
+  on_processes(3, [] {
+    Rendezvous rendezvous(launch_of(process_rank(), 3), seconds(30));
+    rendezvous.exchange("x");
+    if (process_rank() == 2) {
+      std::this_thread::sleep_for(milliseconds(700));
+      std::ofstream(process_folder() / "known") << "all";
+    }
+    rendezvous.conclude();
+    EXPECT_TRUE(process_rank() != 0 || std::filesystem::exists(process_folder() / "known"));
+    rendezvous.leave(seconds(10));
+  });
+}
+
+TEST(Rendezvous, TheOthersHearWhyOneGivesUp) {
+  on_processes(3, [] {
+    const int rank = process_rank();
+    Rendezvous rendezvous(launch_of(rank, 3), seconds(60));
+    if (rank == 1) {
+      rendezvous.give_up("rank 1 gave up: no device");
+      rendezvous.give_up("for another reason");
+      return;
+    }
+    EXPECT_TRUE(contains(error_message([&] { rendezvous.exchange("x"); }), "rank 1 gave up: no device"));
+  });
+}
+
+// Whose rank 0 was killed.
+TEST(Rendezvous, APortOfAnEarlierStartIsNotWaitedFor) {
+  on_processes(2, [] {
+    Launch launch = launch_of(process_rank(), 2);
+    launch.port = 0;
+    launch.job = process_folder().string();
+    if (process_rank() == 0) {
+      std::this_thread::sleep_for(milliseconds(500));
+    } else {
+      publish_port(launch.job, /*port=*/1);
+    }
+    Rendezvous rendezvous(launch, seconds(60));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+    rendezvous.leave(seconds(10));
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

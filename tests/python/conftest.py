@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_collection_modifyitems(config, items):
+    """Tests that share processes follow one another. TEST_PART=0/3 leaves every third such group: three parts side by side."""
     if on_gpus.WANTED:
         leave(config, items, [on_gpus.is_for(item.path.name, item.name) for item in items])
         if not torch.cuda.is_available():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import loss_of, mine, recorded, rows, seeded, whole
+from subjects import check_same, loss_of, mine, recorded, reference_backward, rows, seeded, whole
 
 WIDTH = 4
 
@@ -100,3 +100,81 @@ def test_gradients_that_are_seen_otherwise_than_they_lie_in_memory():
         loss_of(reference, rows(step, 4)).backward()
         for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+class Runs(torch.autograd.Function):
+    """Hands on what it is given, and does something in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, action):
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.action()
+        return gradient, None
+
+
+def backward_with(action, how):
+    if how == "a function":
+        loss_of(sharded_stack(), Runs.apply(torch.ones(2, WIDTH, requires_grad=True), action)).backward()
+        return
+    x = torch.ones(2, WIDTH, requires_grad=True) * 2
+    x.register_hook(lambda gradient: action())
+    loss = x.sum() if how == "a plain graph's hook" else loss_of(sharded_stack(), x)
+    loss.backward()
+
+
+@pytest.mark.parametrize("how", ["a hook", "a function", "a plain graph's hook"])
+@on_ranks(2)
+def test_another_model_is_trained_within_a_backward(how):
+    model, reference = seeded(sharded_stack), seeded(stack)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.125) for each in (model, reference)]
+    for step in range(3):
+        batch = rows(step, WIDTH)
+
+        def train():
+            with torch.enable_grad():
+                model.zero_grad()
+                loss_of(model, mine(batch)).backward()
+                assert all(parameter.grad is not None for parameter in model.parameters())
+                optimizers[0].step()
+
+        backward_with(train, how)
+        reference.zero_grad()
+        reference_backward(reference, loss_of, batch)
+        optimizers[1].step()
+        check_same(model, reference)
+
+
+def looks_at_its_input(model):
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+
+
+def looks_in_a_plain_backward(model):
+    def look(gradient):
+        model[1].weight.norm()
+
+    x = torch.ones(WIDTH, requires_grad=True) * 2
+    x.register_hook(look)
+    x.sum().backward()
+
+
+@pytest.mark.parametrize("look", [looks_at_its_input, looks_in_a_plain_backward])
+@on_ranks(2, comm=("shm",))
+def test_one_rank_looks_between_backwards_that_accumulate(look):
+    model, reference = seeded(sharded_stack), seeded(stack)
+    for step in range(3):
+        model.zero_grad(), reference.zero_grad()
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            loss_of(model, mine(rows(2 * step + part, WIDTH))).backward()
+            for of_a_rank in rows(2 * step + part, WIDTH).chunk(dist.get_world_size()):
+                loss_of(reference, of_a_rank).backward()
+            model.set_requires_gradient_sync(True)
+            if dist.get_rank() == 0 and part == 0:
+                look(model)
+        for ours, expected in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(whole(ours.grad), expected.grad / dist.get_world_size())

@@ -301,3 +301,36 @@ def test_a_step_that_no_operator_shows_after_a_call_of_another_root():
         others_loss.backward()
         for each in (model, reference, other):
             each.zero_grad()
+
+
+class WithLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.blocks, self.last = nn.Linear(WIDTH, WIDTH), Stack(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.blocks(self.first(x)))
+
+    def loss(self, x):
+        return self.last(self.blocks(self.first(x))).pow(2).mean()
+
+
+@on_ranks(2)
+def test_steps_by_another_method_with_evaluations_by_a_call_in_between():
+    reference, model = seeded(WithLoss), seeded(WithLoss)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    ordinary, write = torch.optim.SGD(reference.parameters(), lr=RATE), written_by(numpy_of_local)(model)
+    for step in range(4):
+        batch = rows(step, WIDTH)
+        loss, expected = model.loss(mine(batch)), reference.loss(mine(batch))
+        assert torch.equal(loss, expected), step
+        loss.backward()
+        reference_backward(reference, WithLoss.loss, batch)
+        with torch.no_grad():
+            model(mine(batch))
+        dist.barrier()
+        write()
+        ordinary.step()
+        model.zero_grad(), reference.zero_grad()

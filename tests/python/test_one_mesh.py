@@ -317,9 +317,9 @@ def test_what_a_module_reads():
         assert our_shape == their_shape and ours.shape == theirs.shape and ours.stride() == theirs.stride()
 
 
-SUMS_IN_REDUCE_DTYPE = torch.__version__ >= (2, 15)
-"""PyTorch's, of a parameter's uses and over ranks of tensor parallelism; before, in the dtype of the computation, as ours."""
-MIXED_PRECISION = [] if SUMS_IN_REDUCE_DTYPE else [
+SUMS_IN_PARAM_DTYPE = (2, 13) <= torch.__version__ < (2, 15)
+"""PyTorch, of a parameter's uses and over ranks of tensor parallelism, as we: before and after, it rounds otherwise."""
+MIXED_PRECISION = [] if not SUMS_IN_PARAM_DTYPE else [
     dict(mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32)),
     dict(mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16), offload_policy=CPUOffloadPolicy(pin_memory=False)),
 ]

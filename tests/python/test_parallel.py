@@ -369,7 +369,7 @@ def test_one_mesh_with_several_data_parallel_dimensions():
         check_as_unsharded(model, mesh, on_this_mesh(mesh))
 
 
-@needs_mesh_dims
+@pytest.mark.skipif(torch.__version__ < (2, 13), reason="torch 2.12 has a placement more than later ones")
 @on_ranks(4, comm=("shm",))
 def test_one_mesh_as_pytorch_lays_it_out():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

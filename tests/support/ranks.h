@@ -82,8 +82,8 @@ class TemporaryFolder {
 
 inline bool body_is_over = false;
 
-/// For a program's end LibTorch takes its operators out of its tables one by one, which takes longer than most bodies. All
-/// that a body made has gone by then, as at any end of a program.
+/// For a program's end LibTorch takes its operators out of its tables one by one, which takes longer than most bodies.
+/// All that a body made has gone by then, as at any end of a program.
 inline void end_without_libtorch(int status, void*) {
   if (body_is_over) {
     std::fflush(nullptr);

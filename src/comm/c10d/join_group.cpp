@@ -4,6 +4,7 @@
 #include <exception>
 #include <functional>
 #include <future>
+#include <thread>
 #include <utility>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
@@ -22,11 +23,12 @@ using std::chrono::milliseconds;
 
 // The backend has the same timeout and knows better what it waited for.
 constexpr milliseconds kGrace{1000};
-constexpr milliseconds kSlice{500};
+constexpr milliseconds kSlice{250};
 constexpr milliseconds kShortSlice{20};
+constexpr milliseconds kPause{10};
 
 /// A store whose waits leave it free for others in between, and so for the news that the group will not be made: a
-/// client of a TCPStore does one thing at a time.
+/// client of a TCPStore does one thing at a time, and who asks again at once is served before those that wait.
 class SlicedStore final : public c10d::PrefixStore {
  public:
   SlicedStore(StorePtr store, milliseconds timeout) : PrefixStore("group", std::move(store)) {
@@ -54,6 +56,7 @@ class SlicedStore final : public c10d::PrefixStore {
     const auto deadline = Clock::now() + timeout;
     for (milliseconds slice = kShortSlice; !has(keys, slice); slice = kSlice) {
       TORCH_CHECK(Clock::now() < deadline, "the other ranks did not come within ", in_seconds(timeout));
+      std::this_thread::sleep_for(kPause);
     }
   }
 

@@ -80,15 +80,15 @@ CorePointer join(const Joining& joining, const Exchange& exchange) {
   complaint += complaint_of([&] {
     members = enter(joining, greetings[0].control);
     arenas = open_arenas(greetings);
+    if (joining.arena && processes(greetings) > 1) {
+      Arena::of_process().offer_to_tensors(processes(greetings));
+    }
   });
   agree(exchange(complaint));
   if (made) {
     made->hide();
   }
   members->meet();
-  if (joining.arena && !members->one_process()) {
-    Arena::of_process().offer_to_tensors(processes(greetings));
-  }
   Reach reach(*members, std::move(arenas));
   return std::make_shared<Core>(std::move(members), std::move(reach));
 }
