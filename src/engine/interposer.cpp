@@ -41,6 +41,7 @@ constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
 struct Call {
   const OperatorTraits& traits;
   const std::string& name;
+  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   TouchedUnits units;
   const Param* first_handle = nullptr;
   const Param* written_shard = nullptr;
@@ -68,6 +69,10 @@ struct Call {
   }
 };
 
+Phase phase_of(const Unit& unit, const Call& call) {
+  return call.in_backward ? unit.runtime().phase() : Phase::kForward;
+}
+
 // `view`: the handle, or a view of it, which need not be part of a graph.
 void note_use(Param& param, const at::Tensor& view, Phase phase) {
   if (phase != Phase::kForward || !param.trainable()) {
@@ -93,7 +98,7 @@ void follow_shard(Param& param) {
 }
 
 void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
-  const Phase phase = param.unit().runtime().phase();
+  const Phase phase = phase_of(param.unit(), call);
   const bool records = phase == Phase::kForward || c10::GradMode::is_enabled();
   if (records) {
     follow_shard(param);
@@ -232,9 +237,8 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
   }
 }
 
-bool is_in_use(const Unit& unit) {
+bool is_in_use(const Unit& unit, Phase phase) {
   const Runtime& runtime = unit.runtime();
-  const Phase phase = runtime.phase();
   return unit.is_in_use(phase) && (runtime.sees_all_writes() || !Runtime::trains(phase)) &&
          (phase == Phase::kForward || runtime.in_backward());
 }
@@ -249,7 +253,9 @@ void touch(Call& call) {
       call.name,
       call.first_handle->name(),
       call.written_shard->name());
-  if (std::all_of(call.units.begin(), call.units.end(), [](const Unit* unit) { return is_in_use(*unit); })) {
+  if (std::all_of(call.units.begin(), call.units.end(), [&](const Unit* unit) {
+        return is_in_use(*unit, phase_of(*unit, call));
+      })) {
     return;
   }
   if (call.units.size() == 1) {
