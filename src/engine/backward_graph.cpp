@@ -21,8 +21,11 @@ bool BackwardGraph::has(const at::Tensor& leaf) const {
 }
 
 bool BackwardGraph::reaches(const at::Tensor& leaf) const {
-  if (!has(leaf) || is_for_all_leaves()) {
-    return has(leaf);
+  if (!has(leaf)) {
+    return false;
+  }
+  if (is_for_all_leaves()) {
+    return true;
   }
   const auto found = wanted_->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
   return found != wanted_->end() && found->second.needed_;

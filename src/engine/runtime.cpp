@@ -97,6 +97,7 @@ void Runtime::adopt(Runtime& other) {
   other.deliver_gradients();
   in_step_ = in_step_ || other.in_step_;
   in_forward_ = in_forward_ || other.in_forward_;
+  called_ = called_ || other.called_;
   forward_graph_grows_ = forward_graph_grows_ || other.forward_graph_grows_;
   expects_calls_ = expects_calls_ || other.expects_calls_;
   forward_graph_.take(other.forward_graph_);

@@ -7,7 +7,6 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "base/tracing.h"
-#include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
