@@ -198,10 +198,11 @@ void meet_others(const Launch& launch, c10::Device device, Joined& state) {
   world.group = make_group(launch, state.options, world.device, rendezvous);
 }
 
-void join_job(const Launch& launch, const InitOptions& options) {
-  const c10::Device device = parse_device(options.device, options.backend);
-  require_known_backend(options.backend, device);
-  log::set_rank(launch.rank);
+std::string reason_of(const Launch& launch, const std::exception& error) {
+  return phrase("rank {} gave up: {}", launch.rank, message_of(error));
+}
+
+void join_job(const Launch& launch, const InitOptions& options, c10::Device device) {
   Joined state{.options = options, .world = {}, .rendezvous = nullptr};
   World& world = state.world;
   world.local_rank = launch.local_rank.value_or(0);
@@ -214,11 +215,33 @@ void join_job(const Launch& launch, const InitOptions& options) {
       meet_others(launch, device, state);
       state.rendezvous->conclude();
     } catch (const std::exception& error) {
-      state.rendezvous->give_up(phrase("rank {} gave up: {}", launch.rank, message_of(error)));
+      state.rendezvous->give_up(reason_of(launch, error));
       throw;
     }
   }
   joined() = std::move(state);
+}
+
+std::pair<InitOptions, c10::Device> resolve(InitOptions options) {
+  options.timeout = chosen_timeout(options);
+  if (env::flag("FSDP_ARENA") == false) {
+    options.shared_arena = false;
+  }
+  const c10::Device device = parse_device(options.device, options.backend);
+  require_known_backend(options.backend, device);
+  return {options, device};
+}
+
+/// What this rank was asked for, and has. If it has not, the others wait for it in vain.
+std::pair<InitOptions, c10::Device> resolve_or_refuse(const Launch& launch, const InitOptions& options) {
+  try {
+    return resolve(options);
+  } catch (const std::exception& error) {
+    if (launch.size > 1) {
+      refuse_to_meet(launch, options.timeout, reason_of(launch, error));
+    }
+    throw;
+  }
 }
 
 void warn_if_different(const InitOptions& options) {
@@ -269,12 +292,10 @@ void init(const InitOptions& options) {
     warn_if_different(options);
     return;
   }
-  InitOptions resolved = options;
-  resolved.timeout = chosen_timeout(options);
-  if (env::flag("FSDP_ARENA") == false) {
-    resolved.shared_arena = false;
-  }
-  join_job(read_launch(), resolved);
+  const Launch launch = read_launch();
+  log::set_rank(launch.rank);
+  const auto [resolved, device] = resolve_or_refuse(launch, options);
+  join_job(launch, resolved, device);
   leave_at_exit();
 }
 

@@ -27,6 +27,8 @@ constexpr std::chrono::milliseconds kServersGrace{1000};
 // How long a rank waits before it looks whether the others still live.
 constexpr std::chrono::milliseconds kSlice{1000};
 constexpr std::chrono::milliseconds kAtOnce{1};
+// Ranks that fail before they meet have mostly been started together.
+constexpr std::chrono::milliseconds kRefusalLimit{10'000};
 // Plain, as background threads may read them at exit.
 constexpr const char* kGivenUp = "given up";
 constexpr const char* kHeard = "heard";
@@ -110,6 +112,27 @@ std::string deaths(Store& store, int64_t mine) {
   }
   std::sort(ranks.begin(), ranks.end());
   return have(ranks) + " died";
+}
+
+/// So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that the
+/// store is gone: who serves it waits for them.
+void tell_why(const Launch& launch, const StorePtr& store, const std::string& reason) {
+  const auto patience = serves_rendezvous(launch) ? kSlice + kServersGrace : kAtOnce;
+  try {
+    within_limit<bool>(kServersGrace + patience, [store, size = launch.size, reason, patience] {
+      if (!store->check({kGivenUp})) { // the first reason is the cause
+        store->set(kGivenUp, reason);
+      }
+      count_me(*store, kHeard, size);
+      store->wait({all_key(kHeard)}, patience);
+      return true;
+    });
+  } catch (const std::exception&) {
+    // The others will find out by themselves.
+  }
+  if (serves_rendezvous(launch)) {
+    withdraw_port(launch.job);
+  }
 }
 
 /// Why the ranks will not meet, if that is known already.
@@ -206,26 +229,8 @@ bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) 
 }
 
 void Rendezvous::give_up(const std::string& reason) {
-  if (std::exchange(gave_up_, true)) {
-    return;
-  }
-  if (serves_rendezvous(launch_)) {
-    withdraw_port(launch_.job);
-  }
-  try {
-    // So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that
-    // the store is gone: who serves it waits for them.
-    const auto patience = serves_rendezvous(launch_) ? kSlice + kServersGrace : kAtOnce;
-    within_limit<bool>(kServersGrace + patience, [store = store_, size = launch_.size, reason, patience] {
-      if (!store->check({kGivenUp})) { // the first reason is the cause
-        store->set(kGivenUp, reason);
-      }
-      count_me(*store, kHeard, size);
-      store->wait({all_key(kHeard)}, patience);
-      return true;
-    });
-  } catch (const std::exception&) {
-    // The others will find out by themselves.
+  if (!std::exchange(gave_up_, true)) {
+    tell_why(launch_, store_, reason);
   }
 }
 
@@ -289,6 +294,15 @@ void Rendezvous::leave(std::chrono::milliseconds limit) {
     within_limit<bool>(limit + kServersGrace, talk);
   } catch (const std::exception&) {
     // Whoever is still there finds the store gone and says so; leaving itself never fails.
+  }
+}
+
+void refuse_to_meet(const Launch& launch, std::chrono::milliseconds timeout, const std::string& reason) {
+  try {
+    const auto store = connect_to_rendezvous(launch, std::min(bounded(timeout), kRefusalLimit));
+    tell_why(launch, fresh_part(launch, store), reason);
+  } catch (const std::exception&) {
+    // Nobody is there to be told.
   }
 }
 

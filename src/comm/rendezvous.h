@@ -66,4 +66,8 @@ class Rendezvous {
   bool gave_up_ = false;
 };
 
+/// Instead of meeting the others: tells those who come why this rank will not. Does not fail, and takes a moment at
+/// most.
+void refuse_to_meet(const Launch& launch, std::chrono::milliseconds timeout, const std::string& reason);
+
 } // namespace fsdp

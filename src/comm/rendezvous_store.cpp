@@ -76,9 +76,7 @@ StorePtr reach_published(const Launch& launch, c10d::TCPStoreOptions options) {
     options.port = wait_for_port(launch.job, left);
     options.timeout = std::min(left, kTry);
     try {
-      auto store = open_tcp(launch, options);
-      store->setTimeout(timeout);
-      return store;
+      return open_tcp(launch, options);
     } catch (const std::exception&) {
       if (left <= kTry) {
         throw;
@@ -150,6 +148,7 @@ StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   if (!store) {
     store = open_store(launch, timeout);
   }
+  store->setTimeout(timeout);
   return store;
 }
 

@@ -106,7 +106,7 @@ TEST_F(C10dFailure, WhoIsMissingIsNamed) {
       std::this_thread::sleep_for(seconds(5));
     } else {
       const std::string message = error_message([&] { group->barrier({"barrier", "epoch 3"}); });
-      EXPECT_TRUE(contains(message, "rank 2 has not come to it")) << process_rank();
+      EXPECT_TRUE(contains(message, "rank 2 has not been seen at it")) << process_rank();
     }
     rendezvous.leave(seconds(20));
   });

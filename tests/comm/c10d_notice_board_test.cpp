@@ -43,10 +43,10 @@ TEST_F(TwoBoards, TheFirstReasonCounts) {
 }
 
 TEST_F(TwoBoards, TellsWhereTheOthersAre) {
-  EXPECT_EQ(mine.ask({5, "unshard of 'a'"}), "rank 1 has not come to it");
+  EXPECT_EQ(mine.ask({5, "unshard of 'a'"}), "rank 1 has not been seen at it");
   other.wait_at({5, "unshard of 'b'"});
   EXPECT_TRUE(becomes_true([&] { return mine.ask({5, "unshard of 'a'"}) == "rank 1 is in unshard of 'b'"; }));
-  EXPECT_EQ(mine.ask({6, "unshard of 'a'"}), "rank 1 has not come to it");
+  EXPECT_EQ(mine.ask({6, "unshard of 'a'"}), "rank 1 has not been seen at it");
   EXPECT_EQ(mine.ask({5, "unshard of 'b'"}), "");
 }
 

@@ -13,6 +13,7 @@
 #include <gtest/gtest.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "base/phrase.h"
 #include "comm/c10d/factory.h"
 #include "support/error_message.h"
 #include "support/file_exchange.h"
@@ -258,7 +259,7 @@ TEST(Init, LeavesInOrderAtExit) {
     init();
     barrier();
     if (process_rank() == 1) {
-      std::this_thread::sleep_for(seconds(2));
+      std::this_thread::sleep_for(std::chrono::milliseconds(500)); // of the two seconds for which it is waited
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
       options.waitWorkers = false;
@@ -266,6 +267,20 @@ TEST(Init, LeavesInOrderAtExit) {
       EXPECT_NO_THROW(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
     }
   });
+}
+
+TEST(Init, ARankThatCannotHaveItsDeviceTellsTheOthers) {
+  for (const int without : {0, 1}) {
+    on_processes(2, [without] {
+      const bool asks = process_rank() == without;
+      const std::string message = error_message([&] { init({.device = asks ? "abacus" : "cpu"}); });
+      EXPECT_TRUE(contains(message, "expected a device that this LibTorch and this host have")) << message;
+      EXPECT_EQ(contains(message, phrase("rank {} gave up", without)), !asks) << message;
+      FileExchange(process_folder(), process_rank(), 2)(""); // so that nobody is found dead
+      init(); // which all tried once
+      expect_world_of(2, "shm");
+    });
+  }
 }
 
 TEST(Init, DifferentOptionsOnTheRanksAreAnError) {

@@ -92,7 +92,7 @@ TEST_F(JoinGroup, AMakingThatNeverEndsIsGivenUp) {
   });
   gate->opened.set_value();
   EXPECT_TRUE(contains(said, "it took longer than 0.4 s"));
-  EXPECT_TRUE(contains(said, "rank 1 has not come to it"));
+  EXPECT_TRUE(contains(said, "rank 1 has not been seen at it"));
 }
 
 TEST_F(JoinGroup, ARankThatDoesNotComeIsNamed) {
@@ -100,7 +100,7 @@ TEST_F(JoinGroup, ARankThatDoesNotComeIsNamed) {
     join(
         0, [] {}, milliseconds(400));
   });
-  EXPECT_TRUE(contains(said, "rank 1 has not come to it"));
+  EXPECT_TRUE(contains(said, "rank 1 has not been seen at it"));
 }
 
 } // namespace

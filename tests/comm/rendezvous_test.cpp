@@ -293,6 +293,24 @@ TEST(Rendezvous, TheOthersHearWhyOneGivesUp) {
   });
 }
 
+TEST(Rendezvous, TheOthersHearWhyOneDoesNotCome) {
+  for (const int refusing : {0, 2}) {
+    on_processes(3, [refusing] {
+      Launch launch = launch_of(process_rank(), 3);
+      launch.port = 0;
+      launch.job = process_folder().string();
+      if (process_rank() == refusing) {
+        refuse_to_meet(launch, seconds(60), "no device");
+      } else {
+        const std::string message = error_message<CommError>([&] { Rendezvous(launch, seconds(60)); });
+        EXPECT_TRUE(contains(message, "expected 3 ranks")) << message;
+        EXPECT_TRUE(contains(message, "no device")) << message;
+      }
+      FileExchange(process_folder(), process_rank(), 3)(""); // so that nobody is found dead
+    });
+  }
+}
+
 // Whose rank 0 was killed.
 TEST(Rendezvous, APortOfAnEarlierStartIsNotWaitedFor) {
   on_processes(2, [] {

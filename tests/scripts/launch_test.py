@@ -156,6 +156,17 @@ class Launch(unittest.TestCase):
             process.communicate(timeout=20)  # whoever lives on holds the pipe
             self.assertEqual(process.returncode, 128 + signal.SIGINT)
 
+    def test_nohup_keeps_the_ranks_from_a_hangup(self):
+        command = f"trap '' HUP; exec {LAUNCH} --ranks 2 sh -c 'sleep 100 & echo ready; wait'"
+        process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+        self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
+        process.send_signal(signal.SIGHUP)
+        with self.assertRaises(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+        process.terminate()
+        process.communicate(timeout=20)
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
+
     def test_no_rank_outlives_a_launcher_that_is_killed(self):
         process, pids = self.start_sleepers(2)
         ranks, children = pids[::2], pids[1::2]

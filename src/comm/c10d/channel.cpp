@@ -263,7 +263,7 @@ std::string Channel::describe(const CollectiveId& id) const {
 
 void Channel::throw_if_failed(const CollectiveId& id) {
   if (!failure_.empty()) {
-    throw CommError(phrase("{}: the group has failed before: {}", describe(id), failure_));
+    throw CommError(phrase("{}: the group has failed before: {}{}", describe(id), failure_, kStartAgain));
   }
   compare_orders(id);
   if (reports_errors_ && error_of(**process_group_) != c10d::ErrorType::SUCCESS) {
@@ -277,9 +277,9 @@ void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
 }
 
 void Channel::fail(const CollectiveId& id, const std::string& reason) {
-  const std::string message = phrase("{}: {}; a failed job has to be started again on all ranks", describe(id), reason);
+  const std::string message = phrase("{}: {}", describe(id), reason);
   abort(message);
-  throw CommError(message);
+  throw CommError(message + kStartAgain);
 }
 
 void Channel::abort(const std::string& reason) {

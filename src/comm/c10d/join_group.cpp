@@ -114,7 +114,7 @@ ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining)
     const auto others = board.ask(adapter::NoticeBoard::joining());
     const bool is_told = others.empty() || reason.find(others) != std::string::npos;
     const auto message = phrase(
-        "[{}] rank {} of {} could not make the {} group{}: {}{}; a failed job has to be started again on all ranks",
+        "[{}] rank {} of {} could not make the {} group{}: {}{}",
         joining.label.operation,
         joining.rank,
         joining.size,
@@ -123,7 +123,7 @@ ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining)
         reason,
         is_told ? "" : "; " + others);
     board.announce(message);
-    throw CommError(message);
+    throw CommError(message + adapter::kStartAgain);
   }
 }
 

@@ -60,7 +60,7 @@ std::string hear_out(std::function<std::string()> talk) {
   }
 }
 
-/// "rank 1 has not come to it", "rank 2 is in unshard of 'head'", or nothing for a rank that waits for the same.
+/// "rank 1 has not been seen at it", "rank 2 is in unshard of 'head'", or nothing for a rank that waits for the same.
 std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
   const std::string key = place_key(rank);
   const std::string text = store.check({key}) ? store.get_to_str(key) : "";
@@ -69,7 +69,7 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
       space == std::string::npos ? NoticeBoard::joining().number - 1 : std::stoll(text.substr(0, space));
   const std::string name = space == std::string::npos ? "" : text.substr(space + 1);
   if (number < place.number) {
-    return phrase("rank {} has not come to it", rank);
+    return phrase("rank {} has not been seen at it", rank);
   }
   return name == place.name ? "" : phrase("rank {} is in {}", rank, name);
 }

@@ -13,6 +13,9 @@ class Store;
 
 namespace fsdp::adapter {
 
+/// For the one who reads an error at last; what ranks tell each other is without it.
+inline constexpr const char* kStartAgain = "; a failed job has to be started again on all ranks";
+
 /// Where ranks tell each other, through the store, that they give up and why, and which collective they have waited for
 /// for long. The store may be served by a process that is stopped and then never answers, so no caller waits for it
 /// without an end: detached threads talk to it. Nothing is told and nothing heard without a store. Not thread safe.
