@@ -188,13 +188,14 @@ std::shared_ptr<Group> make_group(
 void meet_others(const Launch& launch, c10::Device device, Joined& state) {
   Rendezvous& rendezvous = *state.rendezvous;
   World& world = state.world;
-  require_same_options(rendezvous, state.options, device.type());
   if (!launch.local_rank) {
     const auto hosts = rendezvous.exchange(host_identity());
     const auto mine = hosts.begin() + launch.rank;
     world.local_rank = static_cast<int>(std::count(hosts.begin(), mine, *mine));
   }
   world.device = use_device(device, world.local_rank);
+  // The others hear in it of a rank that has no device; they do not while a group is made.
+  require_same_options(rendezvous, state.options, device.type());
   world.group = make_group(launch, state.options, world.device, rendezvous);
 }
 
@@ -227,6 +228,7 @@ std::pair<InitOptions, c10::Device> resolve(InitOptions options) {
   if (env::flag("FSDP_ARENA") == false) {
     options.shared_arena = false;
   }
+  env::flag("FSDP_CHECK_ORDER"); // which groups read later, when some ranks have joined already
   const c10::Device device = parse_device(options.device, options.backend);
   require_known_backend(options.backend, device);
   return {options, device};

@@ -50,15 +50,22 @@ bool is_loopback(const std::string& address) {
   return address == kName || (inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6));
 }
 
+[[noreturn]] static void cannot_listen(int reason) {
+  throw std::system_error(reason, std::generic_category(), "cannot listen");
+}
+
 ListeningSocket listen_on_loopback(const std::string& text, uint16_t port) {
   const Address address = loopback_address(text, port);
   const int descriptor = socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (descriptor < 0) {
+    cannot_listen(errno);
+  }
   const int yes = 1;
   setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes)); // what is left of an earlier job does not matter
   if (bind(descriptor, &address.any, sizeof(address)) != 0 || listen(descriptor, SOMAXCONN) != 0) {
     const int reason = errno;
     close(descriptor);
-    throw std::system_error(reason, std::generic_category(), "cannot listen");
+    cannot_listen(reason);
   }
   return {.descriptor = descriptor, .port = port_of(descriptor)};
 }

@@ -50,11 +50,21 @@ std::string who_key(const std::string& what) {
   return what + "/who";
 }
 
+/// Of this process, which other ranks have had as many of.
+int next_part() {
+  static int count = 0;
+  return count++;
+}
+
 /// Starts that use the same store one after another do not see each other's keys: restarts by the launcher, and later
 /// rendezvous of this process.
-StorePtr fresh_part(const Launch& launch, const StorePtr& store) {
-  static int count = 0;
-  return c10::make_intrusive<c10d::PrefixStore>(phrase("libfsdp/{}/{}/{}", launch.job, launch.attempt, count++), store);
+StorePtr part_of(const Launch& launch, const StorePtr& store, int number) {
+  return c10::make_intrusive<c10d::PrefixStore>(phrase("libfsdp/{}/{}/{}", launch.job, launch.attempt, number), store);
+}
+
+StorePtr enter(const Launch& launch, std::chrono::milliseconds timeout) {
+  const auto store = connect_to_rendezvous(launch, timeout);
+  return part_of(launch, store, next_part());
 }
 
 /// "rank 1 has", "ranks 1, 2 have"
@@ -143,7 +153,7 @@ std::string failure(Store& store, int64_t witness) {
 } // namespace
 
 Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout)
-    : Rendezvous(launch, timeout, fresh_part(launch, connect_to_rendezvous(launch, bounded(timeout)))) {}
+    : Rendezvous(launch, timeout, enter(launch, bounded(timeout))) {}
 
 Rendezvous::Rendezvous(const Launch& launch, std::chrono::milliseconds timeout, StorePtr store)
     : launch_(launch), timeout_(bounded(timeout)), store_(std::move(store)) {
@@ -298,9 +308,10 @@ void Rendezvous::leave(std::chrono::milliseconds limit) {
 }
 
 void refuse_to_meet(const Launch& launch, std::chrono::milliseconds timeout, const std::string& reason) {
+  const int part = next_part(); // as the others, whether they are reached or not
   try {
     const auto store = connect_to_rendezvous(launch, std::min(bounded(timeout), kRefusalLimit));
-    tell_why(launch, fresh_part(launch, store), reason);
+    tell_why(launch, part_of(launch, store, part), reason);
   } catch (const std::exception&) {
     // Nobody is there to be told.
   }

@@ -244,7 +244,7 @@ ProcessGroupPtr C10dGroup::make_part(const std::vector<int>& members, const std:
     return join_group(make ? make : splitting(members, part, label), joining);
   } catch (const CommError& error) {
     channel_->abort(error.what()); // the ranks that are not of the part have to know too
-    throw;
+    throw CommError(error.what() + std::string(adapter::kStartAgain));
   }
 }
 

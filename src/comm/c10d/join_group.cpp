@@ -123,7 +123,7 @@ ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining)
         reason,
         is_told ? "" : "; " + others);
     board.announce(message);
-    throw CommError(message + adapter::kStartAgain);
+    throw CommError(message);
   }
 }
 
