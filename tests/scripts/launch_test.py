@@ -167,6 +167,36 @@ class Launch(unittest.TestCase):
         process.communicate(timeout=20)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
 
+    def test_ctrl_c_reaches_ranks_of_a_launcher_in_the_background(self):
+        command = f"trap '' INT; exec {LAUNCH} --ranks 2 sh -c 'echo ready; exec sleep 100'"  # as a shell's & does
+        process = subprocess.Popen(["sh", "-c", command], stdout=subprocess.PIPE, text=True)
+        self.assertEqual([process.stdout.readline() for _ in range(2)], ["ready\n"] * 2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=20)
+        self.assertEqual(process.returncode, 128 + signal.SIGINT)
+
+    def test_ranks_may_take_their_time_though_nobody_reads_the_launcher(self):
+        process = launch(1, "trap 'sleep 7; echo saved; exit' INT; sleep 100 & echo ready; wait")
+        self.assertEqual(process.stdout.readline(), "ready\n")
+        process.stderr.close()
+        process.send_signal(signal.SIGINT)
+        self.assertEqual(process.stdout.read(), "saved\n")
+        self.assertEqual(process.wait(timeout=20), 128 + signal.SIGINT)
+        process.stdout.close()
+
+    def test_orphans_are_collected(self):
+        orphan = "(sleep 0.2 & echo $!); sleep 1; echo done; exec sleep 100"
+        program = f"import ctypes, os; ctypes.CDLL(None).prctl(36, 1); os.execv({str(LAUNCH)!r}, ['launch', '--ranks', '1', 'sh', '-c', {orphan!r}])"
+        process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        pid = int(process.stdout.readline())
+        self.assertEqual(process.stdout.readline(), "done\n")
+        deadline = time.monotonic() + 10
+        while pathlib.Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.assertFalse(pathlib.Path(f"/proc/{pid}").exists())
+        process.terminate()
+        process.communicate(timeout=20)
+
     def test_no_rank_outlives_a_launcher_that_is_killed(self):
         process, pids = self.start_sleepers(2)
         ranks, children = pids[::2], pids[1::2]
