@@ -16,6 +16,10 @@
 #include <fsdp/shown_shard.h>
 #include <fsdp/summon.h>
 
+namespace fsdp::engine {
+class Runtime;
+}
+
 /// What other kinds of modules than torch::nn's need to be sharded: the Python package is built on this.
 namespace fsdp {
 
@@ -115,6 +119,9 @@ class FSDP_API ModuleCall {
   ~ModuleCall();
   ModuleCall(const ModuleCall&) = delete;
   ModuleCall& operator=(const ModuleCall&) = delete;
+
+ private:
+  std::shared_ptr<engine::Runtime> root_; // if the module is one
 };
 
 /// Outside of calls and backwards: whether no backward has followed the last forward.

@@ -1,5 +1,8 @@
 #include "engine/backward_graph.h"
 
+#include <algorithm>
+#include <limits>
+
 #include <torch/csrc/autograd/variable.h>
 
 namespace fsdp::engine {
@@ -18,6 +21,14 @@ BackwardGraph BackwardGraph::current() {
 bool BackwardGraph::has(const at::Tensor& leaf) const {
   const auto end = torch::autograd::impl::try_get_grad_accumulator(leaf); // there is one while a graph has the leaf
   return end != nullptr && nodes_ != nullptr && nodes_->count(end.get()) > 0;
+}
+
+bool BackwardGraph::has_older(uint64_t number, uint64_t thread) const {
+  constexpr uint64_t kOfLeaf = std::numeric_limits<uint64_t>::max();
+  return nodes_ != nullptr && std::any_of(nodes_->begin(), nodes_->end(), [&](const Node* node) {
+           const uint64_t its = node->sequence_nr();
+           return its != kOfLeaf && (its < number || node->thread_id() != thread);
+         });
 }
 
 bool BackwardGraph::reaches(const at::Tensor& leaf) const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -28,6 +29,8 @@ class BackwardGraph {
   }
   /// Whether it has this leaf, whoever gets the gradient.
   bool has(const at::Tensor& leaf) const;
+  /// Whether one of its nodes was made by `thread` before its node of that number, or by another thread.
+  bool has_older(uint64_t number, uint64_t thread) const;
   /// Whether a gradient will be added to this leaf's.
   bool reaches(const at::Tensor& leaf) const;
 

@@ -95,14 +95,18 @@ void Runtime::adopt(Runtime& other) {
   other.reducer_.finish();
   other.reducer_.deliver_copies();
   other.deliver_gradients();
-  in_step_ = in_step_ || other.in_step_;
-  in_forward_ = in_forward_ || other.in_forward_;
-  called_ = called_ || other.called_;
-  forward_graph_grows_ = forward_graph_grows_ || other.forward_graph_grows_;
+  step_.has_begun = step_.has_begun || other.step_.has_begun;
+  step_.has_forward = step_.has_forward || other.step_.has_forward;
+  step_.is_read = step_.is_read || other.step_.is_read;
+  recorded_.until = other.recorded_.until > 0 ? Recorded::kOn : recorded_.until;
+  step_.graph_grows = step_.graph_grows || other.step_.graph_grows;
   expects_calls_ = expects_calls_ || other.expects_calls_;
   forward_graph_.take(other.forward_graph_);
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   awaits_step_ = awaits_step_ || other.awaits_step_;
+  broken_ = broken_ || other.broken_;
+  const auto delivered = std::exchange(other.delivered_, {});
+  delivered_.insert(delivered_.end(), delivered.begin(), delivered.end());
   const auto written = std::exchange(other.written_unseen_, {});
   written_unseen_.insert(written_unseen_.end(), written.begin(), written.end());
   auto self = shared_from_this();
@@ -127,7 +131,7 @@ void Runtime::write(Unit& unit, Param& param) {
     return;
   }
   FSDP_CHECK(
-      !needs_old_values() && !backward_queued_,
+      !needs_old_values() && !backward_.runs,
       "[write to parameter] '{}' was written between the beginning of a forward and the end of its backward, where the "
       "graph still needs its old value. Write it before the forward or after the backward (after a forward without "
       "backward, call reset_iter_state() on the root first, or run that forward in no-grad mode)",
@@ -145,18 +149,18 @@ void Runtime::write(Unit& unit, Param& param) {
 
 void Runtime::forward_begins() {
   check_not_broken("forward");
-  if (!std::exchange(in_step_, true)) {
+  if (!std::exchange(step_.has_begun, true)) {
     follow_requires_grad();
   }
   if (!expects_calls_ || running_calls::any()) {
-    in_forward_ = forward_graph_grows_ = true;
+    step_.has_forward = step_.graph_grows = true;
   } else {
     look_at_forward_graph(); // before this use, outside of all calls, records something
   }
 }
 
 void Runtime::look_at_forward_graph() {
-  if (!std::exchange(forward_graph_grows_, false)) {
+  if (!std::exchange(step_.graph_grows, false)) {
     return;
   }
   auto guard = lock();
@@ -169,20 +173,20 @@ void Runtime::look_at_forward_graph() {
 }
 
 bool Runtime::needs_old_values() {
-  if (!in_forward_ || !expects_calls_ || running_calls::any()) {
-    return in_forward_;
+  if (!step_.has_forward || !expects_calls_ || running_calls::any()) {
+    return step_.has_forward;
   }
   look_at_forward_graph();
   return forward_graph_.lives();
 }
 
 bool Runtime::backward_runs() const {
-  return backward_queued_ || (in_forward_ && phase() == Phase::kBackward);
+  return backward_.runs || (step_.has_forward && phase() == Phase::kBackward);
 }
 
 void Runtime::check_not_broken(const char* operation) const {
   FSDP_CHECK(
-      !broken_ && (!backward_queued_ || torch::autograd::get_current_graph_task_id() >= 0),
+      !broken_ && (!backward_.runs || torch::autograd::get_current_graph_task_id() >= 0),
       "[{}] the last backward broke off in the middle, and has left gradients behind: call reset_iter_state() on the "
       "root first, on all ranks",
       operation);
@@ -241,32 +245,32 @@ class EndOfBackward {
 } // namespace
 
 void Runtime::backward_broke(int64_t number) {
-  broken_ = broken_ || number == backward_;
+  broken_ = broken_ || number == backwards_;
 }
 
 void Runtime::begin_backward() {
   check_not_broken("backward");
-  if (backward_queued_) {
+  if (backward_.runs) {
     return;
   }
   follow_profiler();
   const BackwardGraph graph = CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
-  backward_queued_ = true;
-  graph_ = graph.id();
-  backward_may_repeat_ = graph.is_kept();
-  backward_is_for_all_ = graph.is_for_all_leaves() && leads_here(graph);
-  gradients_arrived_ = false;
+  backward_ = {
+      .runs = true,
+      .graph = graph.id(),
+      .may_repeat = graph.is_kept(),
+      .is_for_all = graph.is_for_all_leaves() && (expects_calls_ || step_.is_read || leads_here(graph))};
+  const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backwards_);
+  if (CheckpointBackward::active()) {
+    CheckpointBackward::at_end([end] { end->run(); });
+  } else {
+    torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
+  }
   for (Unit* unit : units_) {
     if (unit != nullptr) {
       unit->expect_gradients(graph, /*nested=*/false);
       unit->take_back_waiting_gradients();
     }
-  }
-  const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backward_);
-  if (CheckpointBackward::active()) {
-    CheckpointBackward::at_end([end] { end->run(); });
-  } else {
-    torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
   }
 }
 
@@ -295,11 +299,11 @@ bool Runtime::take_gradient(Param& param, const at::Tensor& handle) {
   const BackwardGraph graph = BackwardGraph::current();
   InternalScope scope;
   begin_backward();
-  if (!std::exchange(gradients_arrived_, true)) {
+  if (!std::exchange(backward_.has_gradients, true)) {
     end_unseen_writes(); // the optimizer has long written
   }
   Unit& unit = param.unit();
-  if (graph.id() != graph_) {
+  if (graph.id() != backward_.graph) {
     unit.expect_gradients(graph, /*nested=*/true);
   }
   param.take_gradient(handle);
@@ -343,6 +347,11 @@ void Runtime::reduce_what_waits() {
   }
 }
 
+void Runtime::end_step() {
+  step_ = {};
+  forward_graph_.clear();
+}
+
 void Runtime::end_backward() {
   finish_backward();
   deliver_gradients();
@@ -351,10 +360,11 @@ void Runtime::end_backward() {
 void Runtime::finish_backward() {
   auto guard = lock();
   InternalScope scope;
-  const bool step_is_over = gradients_arrived_ || !backward_may_repeat_; // else it was for the sake of another backward
+  // Else it was for the sake of another backward.
+  const bool step_is_over = backward_.has_gradients || !backward_.may_repeat;
   // What earlier backwards have left, and zeros, go with the gradients of this one. Not if it brought none and was for
   // some leaves only, a penalty's, say, or a look at the input's: ranks may differ in whether they come here for it.
-  const bool reduces = gradients_arrived_ || backward_is_for_all_;
+  const bool reduces = backward_.has_gradients || backward_.is_for_all;
   if (reduces) {
     reduce_what_waits();
   }
@@ -384,11 +394,9 @@ void Runtime::finish_backward() {
   }
   if (step_is_over) {
     training_.end_step();
-    in_step_ = in_forward_ = forward_graph_grows_ = called_ = false;
-    called_within_ = -1;
-    forward_graph_.clear();
+    end_step();
   }
-  backward_queued_ = false;
+  backward_ = {};
   last_ = nullptr;
   if (is_last_backward_ && reduces && !delivered_.empty()) {
     open_for_unseen_writes();
@@ -473,13 +481,11 @@ void Runtime::reset() {
   }
   training_.abandon_step();
   evaluating_.abandon_step();
-  backward_queued_ = false;
-  ++backward_; // what the broken one has queued may go later
+  backward_ = {};
+  ++backwards_; // what the broken one has queued may go later
   broken_ = false;
   delivered_.clear();
-  in_step_ = in_forward_ = forward_graph_grows_ = called_ = false;
-  called_within_ = -1;
-  forward_graph_.clear();
+  end_step();
   is_last_backward_ = true;
   last_ = nullptr;
 }

@@ -1,6 +1,8 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -79,6 +81,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
   /// The program says when a step begins: its root is being called to train.
   void note_call();
+  void call_ends();
   /// Custom functions ask handles whether they require gradients before any operator sees them.
   void follow_requires_grad();
   /// A profiler that notes what operators are given (`record_shapes`) sees them before we do. Asks whether one does.
@@ -88,18 +91,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     return looked_at_;
   }
   bool in_step() const {
-    return in_step_;
+    return step_.has_begun;
   }
   /// Between a forward and the end of its backward, which still needs the values that handles had: as long as what was
   /// recorded lives, where the program says when modules are called.
   bool needs_old_values();
   /// Whether the step has a forward, and no backward yet.
   bool in_forward() const {
-    return in_forward_;
+    return step_.has_forward;
   }
   /// Whether a backward has reached a unit and is not over.
   bool in_backward() const {
-    return backward_queued_;
+    return backward_.runs;
   }
   /// The same, or one is on its way to a unit through a forward's graph, on this thread.
   bool backward_runs() const;
@@ -160,12 +163,36 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
 
  private:
+  /// What there has been of a step, until it is over.
+  struct Step {
+    bool has_begun = false;
+    bool has_forward = false; // which made its graph
+    bool is_read = false; // to train, and not in a backward
+    int within = -1; // a backward of others: see [Note: forwards within backwards]
+    bool graph_grows = false; // calls have recorded more than is known
+  };
+  /// Where calls, and reads outside of them, may have recorded.
+  struct Recorded {
+    static constexpr uint64_t kOn = std::numeric_limits<uint64_t>::max();
+    uint64_t until = 0; // a node's number
+    uint64_t thread = 0; // which counts them
+  };
+  struct Backward {
+    bool runs = false; // and its end is queued
+    int graph = -1;
+    bool has_gradients = false;
+    bool may_repeat = false;
+    bool is_for_all = true; // leaves
+  };
+
+  void end_step();
   void begin_backward();
   bool take_gradient(Param& param, const at::Tensor& handle); // whether there is something to deliver
   void finish_backward();
   void deliver_gradients();
   bool takes_note(const Unit& unit, bool training) const;
   bool leads_here(const BackwardGraph& graph) const;
+  bool is_of_others(const BackwardGraph& graph) const;
   static bool is_look(const Unit& unit, Phase phase, bool training);
   bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
@@ -207,19 +234,12 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
-  bool in_step_ = false;
-  bool in_forward_ = false; // the step's graph is a forward's
-  bool called_ = false; // to train, since the last step
-  int called_within_ = -1; // another backward
+  Step step_;
   ForwardGraph forward_graph_; // of the calls in this step, as far as it is known
-  bool forward_graph_grows_ = false; // calls have recorded more since
   bool expects_calls_ = false;
-  bool backward_queued_ = false;
-  int graph_ = -1; // that backward goes through
-  bool gradients_arrived_ = false; // in this backward
-  bool backward_may_repeat_ = false;
-  bool backward_is_for_all_ = true; // leaves
-  std::atomic<int64_t> backward_ = 0; // counts them, and resets
+  Recorded recorded_;
+  Backward backward_;
+  std::atomic<int64_t> backwards_ = 0; // counts them, and resets
   std::atomic<bool> broken_ = false;
   bool is_last_backward_ = true;
   size_t prefetch_ = 1;

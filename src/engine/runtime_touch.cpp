@@ -3,10 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include <ATen/SequenceNumber.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 
 #include "base/tracing.h"
+#include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -48,21 +51,37 @@ bool Runtime::takes_note(const Unit& unit, bool training) const {
   return comes_again && (unit.gathers_together() || !any_gathers_together_);
 }
 
-// [Note: forwards within backwards] A hook, or a function's backward, may train another model. What is read there after
-// a call of its root is read in a forward, unless a call from outside still waits for its backward: then a checkpoint
-// runs that forward again, of which the graph need not know.
+// [Note: forwards within backwards] A hook, or a function's backward, may train another model, or look at it. What is
+// read there is read in a forward, if the backward is another's: it leads to no parameter of ours that gets a gradient,
+// and all its nodes are younger than the end of our last call. (To a frozen model's input lead nodes of its call.
+// Nodes of a checkpoint's second run are younger, but the one that runs it is not.) Only where the program tells of its
+// calls.
 Phase Runtime::phase() const {
   const int task = torch::autograd::get_current_graph_task_id();
-  return task < 0 || task == called_within_ ? Phase::kForward : Phase::kBackward;
+  return task < 0 || task == step_.within ? Phase::kForward : Phase::kBackward;
+}
+
+bool Runtime::is_of_others(const BackwardGraph& graph) const {
+  const bool may_be = expects_calls_ && !backward_.runs && !CheckpointBackward::active() && !leads_here(graph);
+  return may_be && (recorded_.until == 0 || !graph.has_older(recorded_.until, recorded_.thread));
 }
 
 void Runtime::note_call() {
   calls_are_noted_ = true;
-  const int task = torch::autograd::get_current_graph_task_id();
-  if (task < 0) {
-    called_ = true;
-  } else if (!called_ && !in_forward_ && !backward_queued_) {
-    called_within_ = task;
+  const BackwardGraph graph = BackwardGraph::current();
+  if (graph.id() < 0) {
+    recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
+    return;
+  }
+  auto guard = lock();
+  if (is_of_others(graph)) {
+    step_.within = graph.id();
+  }
+}
+
+void Runtime::call_ends() {
+  if (torch::autograd::get_current_graph_task_id() < 0) {
+    recorded_ = {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
   }
 }
 
@@ -76,8 +95,15 @@ bool Runtime::leads_here(const BackwardGraph& graph) const {
 
 void Runtime::touch(const TouchedUnits& units) {
   auto guard = lock();
+  if (phase() == Phase::kBackward && is_of_others(BackwardGraph::current())) {
+    step_.within = BackwardGraph::current().id();
+  }
   const Phase phase = this->phase();
   const bool training = trains(phase); // before the scope below turns grad mode off
+  if (training && torch::autograd::get_current_graph_task_id() < 0) {
+    step_.is_read = true;
+    recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
+  }
   Schedule& schedule = training ? training_ : evaluating_;
   InternalScope scope;
   follow_profiler();
@@ -96,7 +122,7 @@ void Runtime::touch(const TouchedUnits& units) {
   bool any_first = false;
   for (Unit* unit : units) {
     if (is_look(*unit, phase, training)) {
-      if (!training && !in_step_) { // what it was unsharded for
+      if (!training && !step_.has_begun) { // what it was unsharded for
         unit->requested = false;
         unit->ahead = GatheredFor::kNobody;
       }

@@ -182,12 +182,16 @@ ModuleCall::ModuleCall(const FSDPModule& module) {
   runtime.follow_profiler();
   if (module.unit()->parent() == nullptr) {
     begin_root(runtime);
+    root_ = runtime.shared_from_this();
   }
   engine::running_calls::begin();
 }
 
 ModuleCall::~ModuleCall() {
   engine::running_calls::end();
+  if (root_) {
+    root_->call_ends();
+  }
 }
 
 bool has_open_forward(const FSDPModule& module) {

@@ -253,5 +253,29 @@ TEST(GradientPenalties, ReduceNothingBeforeTheirBackward) {
   });
 }
 
+// Frozen layers lead to the input, and the trainable one was used by the batch before.
+TEST(GradientCountsOfAdapters, WhatWaitsGoesWithABackwardThatBringsNoGradient) {
+  on_threads(2, [] {
+    nn::Linear adapter(4, 4), trunk(4, 4);
+    for (auto& parameter : trunk->parameters()) {
+      parameter.requires_grad_(false);
+    }
+    nn::Sequential model(adapter, trunk);
+    auto root = fully_shard(*model);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      root.set_requires_gradient_sync(false);
+      trunk->forward(adapter->forward(torch::ones({1, 4}))).sum().backward();
+      root.set_requires_gradient_sync(true);
+      auto x = torch::ones({1, 4}).requires_grad_();
+      trunk->forward(x).sum().backward();
+      EXPECT_TRUE(x.grad().defined());
+      for (const auto& shard : adapter->parameters()) {
+        EXPECT_TRUE(shard.grad().defined());
+      }
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

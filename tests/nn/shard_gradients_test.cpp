@@ -222,6 +222,12 @@ TEST_P(ShardGradients, GoWithTheMembersThatAModuleDrops) {
     EXPECT_TRUE(torch::equal(gradient(0), torch::full({4, 3}, 2.0)));
     model.zero_grad();
     EXPECT_FALSE(gradient(0).defined());
+    model.list[0].sum().backward();
+    torch::autograd::grad({model.list[0].sum()}, {model.list[0]}); // the caller's alone
+    model.zero_grad();
+    model.list[0].sum().backward();
+    EXPECT_TRUE(torch::equal(gradient(0), torch::ones({4, 3})));
+    model.zero_grad();
     for (const bool last : {false, false, true}) { // not what has not come yet
       root.set_is_last_backward(last);
       model.list[0].sum().backward();

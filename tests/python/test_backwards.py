@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
 from libfsdp import fully_shard
-from subjects import check_same, loss_of, mine, recorded, reference_backward, rows, seeded, whole
+from subjects import check_hollow, check_same, loss_of, mine, recorded, reference_backward, rows, seeded, whole
 
 WIDTH = 4
 
@@ -126,15 +126,30 @@ def backward_with(action, how):
     loss.backward()
 
 
+def evaluate(model):
+    with torch.no_grad():
+        model(torch.ones(1, WIDTH))
+
+
+def nothing(model):
+    pass
+
+
+def look(model, at=0):
+    model[at].weight.norm()
+
+
+@pytest.mark.parametrize("before", [nothing, evaluate, look])
 @pytest.mark.parametrize("how", ["a hook", "a function", "a plain graph's hook"])
 @on_ranks(2)
-def test_another_model_is_trained_within_a_backward(how):
+def test_another_model_is_trained_within_a_backward(how, before):
     model, reference = seeded(sharded_stack), seeded(stack)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.125) for each in (model, reference)]
     for step in range(3):
         batch = rows(step, WIDTH)
 
         def train():
+            before(model)
             with torch.enable_grad():
                 model.zero_grad()
                 loss_of(model, mine(batch)).backward()
@@ -146,6 +161,119 @@ def test_another_model_is_trained_within_a_backward(how):
         reference_backward(reference, loss_of, batch)
         optimizers[1].step()
         check_same(model, reference)
+
+
+def within_another_backward(action):
+    backward_with(action, "a plain graph's hook")
+
+
+@pytest.mark.parametrize("action", [evaluate, backward])
+@on_ranks(2)
+def test_a_model_whose_backward_is_to_come_is_used_within_another(action):
+    model, reference = sharded_stack(), seeded(stack)
+    for step in range(2):
+        for each in (model, reference):
+            each.zero_grad()
+            loss = loss_of(each, torch.ones(2, WIDTH))
+            within_another_backward(torch.enable_grad()(lambda: action(each)))
+            loss.backward()
+        check_same(model, reference, what="gradients")
+
+
+@on_ranks(2)
+def test_a_weight_is_written_within_another_backward_that_has_read_it():
+    model, reference = sharded_stack(), seeded(stack)
+
+    def halve(each):
+        look(each)
+        with torch.no_grad():
+            each[0].weight.mul_(0.5)
+
+    for each in (model, reference):
+        within_another_backward(lambda: halve(each))
+    check_same(model, reference)
+
+
+@on_ranks(2)
+def test_one_rank_looks_within_another_backward_while_its_own_is_to_come():
+    model, reference = sharded_stack(), seeded(stack)
+    for step in range(3):
+        for each in (model, reference):
+            each.zero_grad()
+            loss = loss_of(each, torch.ones(2, WIDTH))
+            if step == 2 and dist.get_rank() == 0:
+                within_another_backward(lambda: look(each, at=2))
+            loss.backward()
+        check_same(model, reference, what="gradients")
+
+
+@on_ranks(2)
+def test_another_backward_that_breaks_after_a_look_breaks_no_model():
+    model, reference = sharded_stack(), seeded(stack)
+
+    def look_and_fail(each):
+        look(each)
+        raise ValueError("no such batch")
+
+    for each in (model, reference):
+        loss = loss_of(each, torch.ones(2, WIDTH))
+        with pytest.raises(ValueError, match="no such batch"):
+            within_another_backward(lambda: look_and_fail(each))
+        loss.backward()
+    check_same(model, reference, what="gradients")
+
+
+@on_ranks(2)
+def test_units_are_sharded_after_the_second_of_two_checkpointed_backwards():
+    model = sharded_stack()
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    first, second = (checkpoint(model, x, use_reentrant=False).sum() for _ in range(2))
+    first.backward()
+    torch.autograd.grad(second, x)
+    for name, layer in model.named_children():
+        check_hollow(layer.weight, f"{name}.weight")
+
+
+class Adapted(nn.Module):
+    """What it trains is not used by all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.adapter = nn.Linear(WIDTH, WIDTH)
+        self.trunk = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, x, adapted):
+        return self.trunk(self.adapter(x) if adapted else x)
+
+
+def backward_of_adapted(model, adapted):
+    model(torch.ones(2, WIDTH, requires_grad=True), adapted).sum().backward()
+
+
+@on_ranks(1, 2)
+def test_what_waits_goes_with_a_backward_that_brings_no_gradient():
+    model, reference = fully_shard(seeded(Adapted)), seeded(Adapted)
+    for step in range(2):
+        model.zero_grad(), reference.zero_grad()
+        for part in range(2):
+            model.set_requires_gradient_sync(part == 1)
+            for each in (model, reference):
+                backward_of_adapted(each, adapted=part == 0)
+        check_same(model, reference, what="gradients")
+
+
+@on_ranks(2)
+def test_ranks_reduce_alike_where_one_uses_no_trainable_parameter():
+    model = fully_shard(seeded(Adapted))
+    model.set_reduce_scatter_unused_params(True)
+    for step in range(3):
+        model.zero_grad()
+        backward_of_adapted(model, adapted=dist.get_rank() == 0)
+        reference = seeded(Adapted)
+        backward_of_adapted(reference, adapted=True)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            if theirs.grad is not None:
+                torch.testing.assert_close(whole(ours.grad), theirs.grad / 2)
 
 
 def looks_at_its_input(model):
