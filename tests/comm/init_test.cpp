@@ -280,6 +280,20 @@ TEST(Init, ARankThatCannotHaveItsDeviceTellsTheOthers) {
   }
 }
 
+TEST(Init, ARankWithAMalformedVariableTellsTheOthers) {
+  for (const char* name : {"FSDP_TIMEOUT", "FSDP_ARENA", "FSDP_CHECK_ORDER"}) {
+    on_processes(2, [name] {
+      if (process_rank() == 1) {
+        setenv(name, "what", /*overwrite=*/1);
+      }
+      const std::string message = error_message([] { init({.backend = "gloo", .device = "cpu"}); });
+      EXPECT_TRUE(contains(message, name)) << message;
+      EXPECT_EQ(contains(message, "rank 1 gave up"), process_rank() == 0) << message;
+      FileExchange(process_folder(), process_rank(), 2)(""); // so that nobody is found dead
+    });
+  }
+}
+
 TEST(Init, DifferentOptionsOnTheRanksAreAnError) {
   on_processes(2, [] {
     const std::string backend = process_rank() == 0 ? "gloo" : "shm";
