@@ -282,17 +282,12 @@ def looks_at_its_input(model):
 
 
 def looks_in_a_plain_backward(model):
-    def look(gradient):
-        model[1].weight.norm()
-
-    x = torch.ones(WIDTH, requires_grad=True) * 2
-    x.register_hook(look)
-    x.sum().backward()
+    within_another_backward(lambda: look(model, at=1))
 
 
-@pytest.mark.parametrize("look", [looks_at_its_input, looks_in_a_plain_backward])
+@pytest.mark.parametrize("looks", [looks_at_its_input, looks_in_a_plain_backward])
 @on_ranks(2, comm=("shm",))
-def test_one_rank_looks_between_backwards_that_accumulate(look):
+def test_one_rank_looks_between_backwards_that_accumulate(looks):
     model, reference = seeded(sharded_stack), seeded(stack)
     for step in range(3):
         model.zero_grad(), reference.zero_grad()
@@ -303,6 +298,6 @@ def test_one_rank_looks_between_backwards_that_accumulate(look):
                 loss_of(reference, of_a_rank).backward()
             model.set_requires_gradient_sync(True)
             if dist.get_rank() == 0 and part == 0:
-                look(model)
+                looks(model)
         for ours, expected in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(whole(ours.grad), expected.grad / dist.get_world_size())
