@@ -11,8 +11,8 @@ export LSAN_OPTIONS="suppressions='$suppressions/leaks.txt':print_suppressions=0
 export UBSAN_OPTIONS=print_stacktrace=1:${UBSAN_OPTIONS:-}
 export TSAN_OPTIONS="suppressions='$suppressions/races.txt':${TSAN_OPTIONS:-}"
 
-# A test's ranks keep more than one core busy; but others wait, for each other or for a timeout, most of the time.
-jobs=${TEST_JOBS:-$((($(nproc) * 3 + 1) / 2))}
+# Some tests keep more than one core busy; but most wait now and then, for each other or for a timeout.
+jobs=${TEST_JOBS:-$(($(nproc) * 2))}
 rm -rf "$dir/results"
 ctest --test-dir "$dir" --output-on-failure --parallel "$jobs" --output-junit "$PWD/$dir/results/ctest.xml"
 scripts/count_tests.py "$dir/results"

@@ -84,6 +84,15 @@ inline std::vector<Choice> choices_for(const Product& product) {
   return all;
 }
 
+/// Every second one: all combinations of the switches, though not each with every prefetching.
+inline std::vector<Choice> half_of(std::vector<Choice> choices) {
+  std::erase_if(choices, [](const Choice& c) {
+    const int switched_on = c.offload + c.original + c.bf16 + c.low_reduction + c.accumulates;
+    return ((c.prefetch ? static_cast<int>(*c.prefetch) : 2) + switched_on) % 2 != 0;
+  });
+  return choices;
+}
+
 inline Mesh mesh_of(c10::DeviceType type) {
   return init_device_mesh(c10::DeviceTypeName(type, /*lower_case=*/true), {2, 2}, {"replicate", "shard"});
 }

@@ -53,6 +53,16 @@ inline std::vector<Combination> all() {
   return all;
 }
 
+/// Every second one: whichever option is left out of account, the others come in all their combinations.
+inline std::vector<Combination> half() {
+  std::vector<Combination> half = all();
+  std::erase_if(half, [](const Combination& c) {
+    const int switched_on = c.bf16 + c.offload + c.hybrid + c.checkpointed + c.frozen;
+    return (static_cast<int>(c.reshard) + static_cast<int>(c.accumulate) + switched_on) % 2 != 0;
+  });
+  return half;
+}
+
 inline Subject make_subject(const Combination& combination) {
   Subject subject = subjects::tied(combination.checkpointed);
   if (combination.frozen) {

@@ -16,6 +16,7 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
+import libfsdp
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from subjects import is_sharded, mine, rows, seeded, whole
@@ -260,58 +261,81 @@ def clipped(model, norm):
     return whole(torch.nn.utils.clip_grad_norm_(filter(is_sharded, model.parameters()), norm))
 
 
-def check_step(case, ours, theirs, step, same):
+def over_shared_memory(shard, enabled):
+    def over(module, **options):
+        libfsdp.use_shared_memory(enabled)
+        return shard(module, **options)
+
+    return over
+
+
+def check_step(case, models, step, same):
+    *_, theirs = models
     for part in range(case.microbatches):
         batch = mine(rows(step * case.microbatches + part, INPUTS))
         outputs = []
-        for model in (ours, theirs):
+        for model in models:
             case.microbatch(model, part == case.microbatches - 1)
             out = model(batch)
             outputs.append(out.detach())
             out.float().pow(2).mean().backward()
-        same(*outputs, f"outputs of {step}")
+        same(outputs, f"outputs of {step}")
     for module in theirs.modules():
         if isinstance(module, torch_fsdp.FSDPModule):
             module.reshard()  # PyTorch registers wholes meanwhile
-    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
-        assert type(p) is type(q) and (p.grad is None) == (q.grad is None), name
-        if is_sharded(p):
-            assert p.placements == q.placements and p.device_mesh == q.device_mesh, name
-        same(local(p.grad), local(q.grad), f"gradient of {name}, {step}")
+    for name, parameters in by_name(models):
+        *_, q = parameters
+        for p in parameters:
+            assert type(p) is type(q) and (p.grad is None) == (q.grad is None), name
+            if is_sharded(p):
+                assert p.placements == q.placements and p.device_mesh == q.device_mesh, name
+        same([local(p.grad) for p in parameters], f"gradient of {name}, {step}")
+
+
+def by_name(models):
+    for named in zip(*(model.named_parameters() for model in models), strict=True):
+        names, parameters = zip(*named)
+        assert len(set(names)) == 1
+        yield names[0], parameters
 
 
 def check_as_pytorch(name, case, steps=2, exact=True):
+    """Over shared memory and over the process group of PyTorch's own."""
     in_one_order = dist.get_world_size() <= 2  # two numbers can only be added in one
     bound = 0 if in_one_order and exact else case.bound
 
-    def same(a, b, what):
-        torch.testing.assert_close(a, b, rtol=bound, atol=bound, msg=lambda m: f"{name}: {what}: {m}")
+    def same(values, what):
+        for means, value in zip(("shm", "gloo"), values):
+            about = f"{name}, over {means}: {what}"
+            torch.testing.assert_close(value, values[-1], rtol=bound, atol=bound, msg=lambda m: f"{about}: {m}")
 
-    ours, theirs = sharded(fully_shard, case), sharded(torch_fsdp.fully_shard, case)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
+    ours = [sharded(over_shared_memory(fully_shard, enabled), case) for enabled in (True, False)]
+    models = [*ours, sharded(torch_fsdp.fully_shard, case)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for step in range(steps):
-        check_step(case, ours, theirs, step, same)
+        check_step(case, models, step, same)
         if case.clip:
-            same(clipped(ours, case.clip), clipped(theirs, case.clip), f"norm of {step}")
+            same([clipped(model, case.clip) for model in models], f"norm of {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    for (path, p), q in zip(ours.named_parameters(), theirs.parameters(), strict=True):
-        same(local(p).detach(), local(q).detach(), path)
+    for path, parameters in by_name(models):
+        same([local(p).detach() for p in parameters], path)
     if torch.__version__ < (2, 13):
         return  # there, of a list of modules, only what the last one returns is converted
-    for a, b in zip(ours.modules(), theirs.modules(), strict=True):
-        assert getattr(a, "seen", None) == getattr(b, "seen", None), name
+    for modules in zip(*(model.modules() for model in models), strict=True):
+        first, *others = [getattr(module, "seen", None) for module in modules]
+        assert all(seen == first for seen in others), name
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, comm=("gloo",))
 def test_each_option():
     for kind in KINDS.values():
         for name, case in kind.items():
             check_as_pytorch(name, case)
 
 
-@on_ranks(1, 2, 3, 4)
+@on_ranks(1, 2, 3, 4, comm=("gloo",))
 def test_options_together():
     for name, case in together(12):
         # Some combinations accumulate in bfloat16, which PyTorch rounds at other moments since 2.15.
