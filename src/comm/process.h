@@ -37,4 +37,7 @@ std::string host_identity();
 /// Where process numbers mean the same as here: the host and the pid namespace.
 std::string process_space();
 
+/// How often a rank that waits for another one of so many on this host looks again before it sleeps.
+int looks_before_sleep(int ranks_on_host);
+
 } // namespace fsdp

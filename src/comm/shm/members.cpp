@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <fsdp/error.h>
@@ -28,17 +27,6 @@ constexpr milliseconds kNap{20};
 constexpr milliseconds kLongWait{1000};
 // As long as other groups have something to do: their bells are not heard in this one's sleep.
 constexpr milliseconds kShortNap{1};
-
-int usable_cores() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-}
-
-// Spinning pays while every rank has a core of its own: otherwise it keeps the awaited rank from running.
-int spins_for(int size) {
-  return size <= usable_cores() ? 4000 : 50;
-}
 
 std::string in_unit(const Label& label) {
   return label.unit.empty() ? "" : " in unit '" + label.unit + "'";
@@ -72,7 +60,7 @@ Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<
       control_(reinterpret_cast<Control*>(segment_->writable())),
       mine_(&control_->ranks[place.rank]),
       process_(getpid()),
-      spins_(spins_for(family_->ranks_on_host)),
+      spins_(looks_before_sleep(family_->ranks_on_host)),
       watched_(static_cast<size_t>(place.size)) {
   mine_->pid = process_;
   mine_->started = process_start(process_).value_or(0);
