@@ -112,16 +112,37 @@ dist.destroy_process_group()
 """
 
 
-def test_a_program_may_end_right_after_a_collective(tmp_path):
+GROUPS_END_AFTER_COLLECTIVES = """
+import os, sys, torch, torch.distributed as dist, libfsdp
+libfsdp.use_shared_memory(False)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+for _ in range(5):
+    group = dist.new_group()
+    model = libfsdp.FullyShardedDataParallel(torch.nn.Linear(4, 4), process_group=group)
+    model(torch.ones(1, 4)).sum().backward()
+    del model
+    dist.destroy_process_group(group)
+    del group
+dist.barrier()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("program", [ENDS_AFTER_A_COLLECTIVE, GROUPS_END_AFTER_COLLECTIVES], ids=["program", "group"])
+def test_a_program_or_a_group_may_end_right_after_a_collective(program, tmp_path):
     late = pathlib.Path(os.environ.get("FSDP_TESTS", "")) / "late_gloo_thread.so"
     if not late.exists():
         pytest.skip("the library that delays Gloo's threads is not built (FSDP_TESTS)")
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", ENDS_AFTER_A_COLLECTIVE, str(rank), tmp_path / "store"],
+            [sys.executable, "-c", program, str(rank), tmp_path / "store"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"LD_PRELOAD": str(late)},
         )
         for rank in range(2)
     ]
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], said

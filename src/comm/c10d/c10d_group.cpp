@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include <ATen/ops/empty.h>
@@ -128,6 +129,20 @@ void set_backend_memory(Group& group, bool enable) {
   }
 }
 
+namespace {
+
+// The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
+// they kept of Python.
+std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
+  auto channel = std::make_unique<Channel>(std::move(process_group), channel_options(options));
+  return {channel.release(), [](Channel* ending) {
+            const WithoutCallersLock no_callers_lock;
+            const std::unique_ptr<Channel> owned(ending);
+          }};
+}
+
+} // namespace
+
 std::optional<c10::Device> c10d_device(const Group& group) {
   const auto* c10d = dynamic_cast<const C10dGroup*>(&group);
   return c10d ? std::optional(c10d->device()) : std::nullopt;
@@ -135,7 +150,7 @@ std::optional<c10::Device> c10d_device(const Group& group) {
 
 C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
     : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
-      channel_(std::make_shared<Channel>(process_group, channel_options(options))),
+      channel_(make_channel(process_group, options)),
       options_(options) {
   set_backend_memory(options.backend_memory);
 }
