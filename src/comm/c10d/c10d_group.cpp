@@ -35,6 +35,16 @@ Channel::Options channel_options(const C10dOptions& options) {
   return {.timeout = options.timeout, .check_order = check_order, .ours = options.ours};
 }
 
+// The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
+// they kept of Python.
+std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
+  auto channel = std::make_unique<Channel>(std::move(process_group), channel_options(options));
+  return {channel.release(), [](Channel* ending) {
+            const WithoutCallersLock no_callers_lock;
+            const std::unique_ptr<Channel> owned(ending);
+          }};
+}
+
 at::Tensor bytes_tensor(const std::string& bytes, int64_t padded, c10::Device device) {
   at::Tensor tensor = at::zeros({padded}, at::kByte);
   std::memcpy(tensor.mutable_data_ptr(), bytes.data(), bytes.size());
@@ -128,20 +138,6 @@ void set_backend_memory(Group& group, bool enable) {
     c10d->set_backend_memory(enable);
   }
 }
-
-namespace {
-
-// The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
-// they kept of Python.
-std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
-  auto channel = std::make_unique<Channel>(std::move(process_group), channel_options(options));
-  return {channel.release(), [](Channel* ending) {
-            const WithoutCallersLock no_callers_lock;
-            const std::unique_ptr<Channel> owned(ending);
-          }};
-}
-
-} // namespace
 
 std::optional<c10::Device> c10d_device(const Group& group) {
   const auto* c10d = dynamic_cast<const C10dGroup*>(&group);
