@@ -9,12 +9,20 @@ import unittest
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "count_tests.py"
 TWO_PASSED = '<testsuites><testsuite><testcase status="run"/><testcase status="run"/></testsuite></testsuites>'
 ONE_FAILED = '<testsuites><testcase status="run"/><testcase status="run"><failure/></testcase></testsuites>'
+NAMED = (
+    '<testsuites><testsuite><testcase classname="Ranks" name="Meet" status="run">'
+    '<failure message="meet_test.cpp:7&#x0A;2 came"/></testcase></testsuite></testsuites>'
+)
 ONE_SKIPPED = '<testsuites><testcase status="run"/><testcase status="run"><skipped/></testcase></testsuites>'
 
 
 class CountTests(unittest.TestCase):
     def count(self, programs, cases):
-        """programs: name -> ctest's status; cases: name -> GoogleTest's report."""
+        """The last line and the code. programs: name -> ctest's status; cases: name -> GoogleTest's report."""
+        lines, code = self.lines(programs, cases)
+        return lines[-1], code
+
+    def lines(self, programs, cases):
         with tempfile.TemporaryDirectory() as name:
             folder = pathlib.Path(name)
             entries = (f'<testcase name="{program}" status="{status}"/>' for program, status in programs.items())
@@ -22,7 +30,7 @@ class CountTests(unittest.TestCase):
             for program, report in cases.items():
                 (folder / f"{program}.xml").write_text(report)
             result = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True)
-        return result.stdout.splitlines()[-1], result.returncode
+        return result.stdout.splitlines(), result.returncode
 
     def test_cases_of_all_programs_are_added(self):
         counted = self.count({"a": "run", "b": "run"}, {"a": TWO_PASSED, "b": TWO_PASSED})
@@ -43,6 +51,11 @@ class CountTests(unittest.TestCase):
 
     def test_a_program_that_was_not_built_fails(self):
         self.assertEqual(self.count({"a": "notrun"}, {}), ("0 passed, 1 failed", 1))
+
+    def test_what_failed_is_named_with_the_reason(self):
+        lines, _ = self.lines({"a": "fail", "b": "fail"}, {"a": NAMED, "b": TWO_PASSED})
+        told = ["FAILED Ranks.Meet", "  meet_test.cpp:7", "  2 came", "FAILED b ended badly", "2 passed, 2 failed"]
+        self.assertEqual(lines, told)
 
     def test_skipped_cases_are_neither(self):
         self.assertEqual(self.count({"a": "run"}, {"a": ONE_SKIPPED}), ("1 passed, 0 failed", 0))

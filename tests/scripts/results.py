@@ -15,20 +15,20 @@ class RecordingResult(unittest.TextTestResult):
         super().startTest(test)
         self.entries[test.id()] = ElementTree.Element("testcase", name=test.id(), status="run")
 
-    def mark(self, test, kind):
-        ElementTree.SubElement(self.entries[test.id()], kind)
+    def mark(self, test, kind, message=""):
+        ElementTree.SubElement(self.entries[test.id()], kind, message=str(message))
 
     def addFailure(self, test, error):
         super().addFailure(test, error)
-        self.mark(test, "failure")
+        self.mark(test, "failure", error[1])
 
     def addError(self, test, error):
         super().addError(test, error)
-        self.mark(test, "failure")
+        self.mark(test, "failure", error[1])
 
     def addSkip(self, test, reason):
         super().addSkip(test, reason)
-        self.mark(test, "skipped")
+        self.mark(test, "skipped", reason)
 
 
 def write_results(path, entries):
