@@ -1,3 +1,4 @@
+#include <string_view>
 #include <thread>
 
 #include <torch/csrc/Exceptions.h>
@@ -14,15 +15,22 @@ namespace {
 PyObject* error_type = nullptr;
 PyObject* comm_error_type = nullptr;
 
+// Names of others may have been cut within a character.
+void set_error(PyObject* type, std::string_view text) {
+  const auto message = py::reinterpret_steal<py::object>(
+      PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace"));
+  PyErr_SetObject(type, message.ptr());
+}
+
 } // namespace
 
 void set_python_error(std::exception_ptr error) {
   try {
     std::rethrow_exception(std::move(error));
   } catch (const CommError& comm_error) {
-    PyErr_SetString(comm_error_type, comm_error.what());
+    set_error(comm_error_type, comm_error.what());
   } catch (const Error& other) {
-    PyErr_SetString(error_type, other.what());
+    set_error(error_type, other.what());
   } catch (python_error& from_python) {
     from_python.restore();
   }

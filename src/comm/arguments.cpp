@@ -101,11 +101,29 @@ void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label)
 
 void check_contiguous(const at::Tensor& tensor, const Label& label) {
   FSDP_CHECK(
+      tensor.layout() == c10::kStrided,
+      "[{}] expected a dense tensor, got one of layout {}; call to_dense()",
+      label.operation,
+      tensor.layout());
+  FSDP_CHECK(
+      !tensor.is_conj() && !tensor.is_neg(),
+      "[{}] expected a tensor whose memory has its values, got a view that negates or conjugates them; call "
+      "resolve_conj() and resolve_neg()",
+      label.operation);
+  FSDP_CHECK(
       tensor.is_contiguous(),
       "[{}] expected a contiguous tensor, got strides {} for sizes {}; call contiguous()",
       label.operation,
       tensor.strides(),
       tensor.sizes());
+}
+
+void check_on_cpu(const at::Tensor& tensor, const Label& label) {
+  FSDP_CHECK(
+      tensor.is_cpu(),
+      "[{}] expected a tensor on the CPU, whose memory the ranks share, got one on {}; move it there",
+      label.operation,
+      tensor.device());
 }
 
 void check_root(int root, int size, const Label& label) {

@@ -92,7 +92,8 @@ class LocalGroup final : public Group {
     divide_(tensor, divide_by);
     return std::make_unique<Queued>(tensor.device());
   }
-  void broadcast(at::Tensor, int root, const Label& label) override {
+  void broadcast(at::Tensor tensor, int root, const Label& label) override {
+    check_contiguous(tensor, label);
     check_root(root, /*size=*/1, label);
   }
   void barrier(const Label&) override {}

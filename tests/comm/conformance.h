@@ -562,6 +562,11 @@ TEST_P(Conformance, BadArgumentsAreErrorsAndHarmless) {
       EXPECT_THROW(group->make_home({piece(10, 1, at::kFloat)}, {}, kTest), Error);
       EXPECT_THROW(group->all_reduce(at::zeros({2}, at::kComplexFloat), ReduceOp::kMax, 1, kTest), Error);
     }
+    const at::Tensor complex = at::ones({10}, at::kComplexFloat);
+    for (const at::Tensor& view : {complex.conj(), at::_neg_view(whole), whole.to_sparse()}) {
+      EXPECT_THROW(group->all_reduce(view, ReduceOp::kSum, 1, kTest), Error) << view.sizes();
+      EXPECT_THROW(group->broadcast(view, 0, kTest), Error);
+    }
     EXPECT_THROW(group->broadcast(at::zeros({1}), group->size(), kTest), Error);
     group->barrier(kTest);
   });

@@ -266,6 +266,42 @@ TEST(ShmFailures, NothingIsPendingInAFailedGroup) {
   on_threads(2, body);
 }
 
+// Who sends to nobody's ear is told at the next operation of all.
+TEST(ShmFailures, BroadcastsFromDifferentRanksAreToldApart) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    const std::string message = comm_error([&] {
+      group->broadcast(at::ones({3}), group->rank(), kTest);
+      group->barrier(kTest);
+    });
+    EXPECT_TRUE(mentions(message, "did not agree in what they called before it"));
+  };
+  on_threads(2, body);
+}
+
+TEST(ShmFailures, ReductionsWithDifferentDivisorsAreToldApart) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    const std::string message = comm_error(
+        [&] { start_reduce(*group, {.numels = {10}, .divide_by = 1.0 + group->rank()}, kTest).work->wait(); });
+    EXPECT_TRUE(mentions(message, "must agree"));
+  };
+  on_threads(2, body);
+}
+
+TEST(ShmFailures, TensorsElsewhereAreErrorsAndHarmless) {
+  const auto body = [] {
+    const auto group = current_world()->group;
+    const at::Tensor elsewhere = at::zeros({10}, at::device(at::kMeta));
+    const at::Tensor slice = at::zeros({5}, at::device(at::kMeta));
+    EXPECT_THROW(group->all_reduce(elsewhere, ReduceOp::kSum, 1, kTest), Error);
+    EXPECT_THROW(group->broadcast(elsewhere, 0, kTest), Error);
+    EXPECT_THROW(group->reduce_scatter({{elsewhere}, {{10, 5}}, {slice}, 1}, kTest), Error);
+    group->barrier(kTest);
+  };
+  on_threads(2, body);
+}
+
 TEST(ShmFailures, GatheringsInAnotherOrderAreToldApart) {
   const auto body = [] {
     const auto group = current_world()->group;

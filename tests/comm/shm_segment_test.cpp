@@ -1,6 +1,9 @@
 #include "comm/shm/segment.h"
 
 #include <cstdlib>
+#include <fstream>
+#include <sstream>
+#include <string>
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
@@ -51,6 +54,27 @@ TEST(Segments, AreNotExecutable) {
   if (fcntl(segment->id().fd, F_GET_SEALS) & 0x20) { // F_SEAL_EXEC, of kernels that know it
     EXPECT_EQ(status.st_mode & 0111, 0u);
   }
+}
+
+// "VmFlags: rd wr sh ..." of the mapping that begins there.
+std::string flags_of_mapping(const void* begin) {
+  std::ifstream lines("/proc/self/smaps");
+  std::ostringstream address;
+  address << std::hex << reinterpret_cast<uintptr_t>(begin) << '-';
+  std::string line;
+  while (std::getline(lines, line) && line.rfind(address.str(), 0) != 0) {
+  }
+  while (std::getline(lines, line) && line.rfind("VmFlags:", 0) != 0) {
+  }
+  return line + ' ';
+}
+
+// To dump one would fill all that is reserved.
+TEST(Segments, AreNotInCoreDumps) {
+  const auto segment = Segment::create("fsdp-test", kBytes, Access::kReadAndWrite);
+  EXPECT_TRUE(contains(flags_of_mapping(segment->writable()), " sh "));
+  EXPECT_TRUE(contains(flags_of_mapping(segment->writable()), " dd "));
+  EXPECT_TRUE(contains(flags_of_mapping(segment->readable()), " dd "));
 }
 
 TEST(Segments, AFileWithANameIsNone) {

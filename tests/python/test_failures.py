@@ -52,6 +52,17 @@ def test_different_units_on_different_ranks_are_a_comm_error():
     assert time.monotonic() - start < 30
 
 
+@on_ranks(2, comm=("shm",))
+def test_names_in_errors_may_be_cut_within_a_character():
+    names = ["\u00e9" * 60, "\u00e4" * 60]  # longer than what is told to others, of two bytes each
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, fully_shard(nn.Linear(4, 4)))
+    fully_shard(model)
+    with pytest.raises(libfsdp.CommError, match=f"{names[0][:40]}'.*{names[1][:40]}'|{names[1][:40]}'.*{names[0][:40]}'"):
+        getattr(model, names[dist.get_rank()])(torch.ones(1, 4)).sum().backward()
+
+
 @on_ranks(1)
 def test_a_mistake_in_an_operator_is_the_librarys_error():
     model = fully_shard(nn.Linear(2, 2))

@@ -109,6 +109,7 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
 std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
   check_all_reduce(tensor, op, label);
+  check_on_cpu(tensor, label);
   check_combines(tensor.scalar_type(), label);
   const Fingerprint print(
       "all_reduce", label, tensor.numel(), tensor.scalar_type(), op, std::bit_cast<uint64_t>(divide_by));

@@ -24,6 +24,7 @@ void fetch(const Core& core, const at::Tensor& tensor, int root, uint64_t number
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label) {
   const Members& members = *core->members;
   check_contiguous(tensor, label);
+  check_on_cpu(tensor, label);
   check_root(root, members.size(), label);
   Collectives& collectives = core->collectives;
   Post& post = collectives.prepare(label, Fingerprint("broadcast", label, tensor.nbytes(), tensor.scalar_type(), root));
@@ -42,7 +43,7 @@ void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, cons
     }
   }
   const uint64_t number = collectives.commit(/*steps=*/2);
-  collectives.keep(number, {.tensors = {}, .block = block});
+  collectives.keep(number, must_outlast ? Collectives::Lent{{tensor}, nullptr} : Collectives::Lent{{}, block});
   const auto run = [&] {
     if (!is_root && !is_empty) {
       fetch(*core, tensor, root, number, label);

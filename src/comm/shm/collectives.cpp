@@ -14,7 +14,7 @@ Post& Collectives::prepare(const Label& label, const Fingerprint& fingerprint) {
   members_.begin(label);
   release_kept();
   label_ = label;
-  fingerprint_ = fingerprint.value();
+  history_ = Fingerprint::appended(history_, std::exchange(fingerprint_, fingerprint.value()));
   await_room(label);
   return members_.mine().posts[(last_ + 1) % RankSlot::kPosts];
 }
@@ -41,6 +41,7 @@ uint64_t Collectives::commit(int steps) {
   for (int i = 0; i < steps; ++i) {
     Post& post = members_.mine().posts[++last_ % RankSlot::kPosts];
     post.fingerprint = fingerprint_;
+    post.history = history_;
     post.label.store(label_);
   }
   members_.publish(members_.mine().posted, last_);
@@ -48,7 +49,7 @@ uint64_t Collectives::commit(int steps) {
 }
 
 Collectives::StepPointer Collectives::queue(Part part) {
-  auto step = std::make_shared<Step>(std::move(part), label_, fingerprint_);
+  auto step = std::make_shared<Step>(std::move(part), label_, fingerprint_, history_);
   const std::scoped_lock lock(members_.errands().mutex());
   queue_.push_back(step);
   return step;
@@ -98,12 +99,23 @@ bool Collectives::arrived(Step& step) {
 
 void Collectives::check_order(const Step& step, int rank) const {
   const Post& other = post_of(rank, step.number);
-  if (members_.slot(rank).posted.load() < step.number || other.fingerprint == step.fingerprint) {
+  const bool alike = other.fingerprint == step.fingerprint && other.history == step.history;
+  if (members_.slot(rank).posted.load() < step.number || alike) {
     return;
   }
   const std::string mine = describe(step.label);
   const std::string theirs = describe(other.label.operation.load(), other.label.unit.load());
   const auto me = phrase("rank {}", members_.rank()), they = phrase("rank {}", rank);
+  if (other.fingerprint == step.fingerprint) {
+    members_.fail(
+        step.label,
+        phrase(
+            "{} and {} both call {}, but did not agree in what they called before it: broadcasts from different ranks, "
+            "perhaps; all ranks must name the same one",
+            me,
+            they,
+            mine));
+  }
   members_.fail(
       step.label,
       mine == theirs ? phrase(

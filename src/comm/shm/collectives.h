@@ -40,11 +40,11 @@ class Collectives final : public Errand {
   };
   /// A part on its way.
   struct Step : Part {
-    Step(Part part, Label label_, uint64_t fingerprint_)
-        : Part(std::move(part)), label(std::move(label_)), fingerprint(fingerprint_) {}
+    Step(Part part, Label label_, uint64_t fingerprint_, uint64_t history_)
+        : Part(std::move(part)), label(std::move(label_)), fingerprint(fingerprint_), history(history_) {}
 
     Label label;
-    uint64_t fingerprint;
+    uint64_t fingerprint, history; ///< see Post
     std::atomic<int> arrived = 0; ///< ranks below are known to have reached what it depends on
     std::atomic<bool> done = false;
   };
@@ -112,7 +112,7 @@ class Collectives final : public Errand {
 
   Members& members_;
   Label label_{}; // of the collective being prepared
-  uint64_t fingerprint_ = 0;
+  uint64_t fingerprint_ = 0, history_ = 0; // of it, see Post
   uint64_t last_ = 0; // number of the last collective posted
   uint64_t room_until_ = RankSlot::kPosts - 1;
   std::deque<StepPointer> queue_;

@@ -62,6 +62,7 @@ struct alignas(64) Post {
   static constexpr size_t kBytes = kWords * sizeof(uint64_t);
 
   uint64_t fingerprint; // of operation, unit and sizes: equal on all ranks
+  uint64_t history; // of those before it: not every rank looks at each one of every other
   SharedLabel label;
   uint64_t words[kWords]; // addresses, or the bytes themselves when they are few
 };

@@ -20,7 +20,7 @@ Core::Core(std::shared_ptr<Members> members_, Reach reach_)
       phases(*members, &RankSlot::writing, &RankSlot::published),
       unseen_writes(*members) {
   members->set_errand(&collectives);
-  members->family()->groups.push_back(members);
+  members->family()->add(members);
 }
 
 Core::~Core() {

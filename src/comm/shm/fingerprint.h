@@ -28,12 +28,17 @@ class Fingerprint {
   uint64_t value() const {
     return value_;
   }
+  /// Of a sequence that has one more.
+  static uint64_t appended(uint64_t sequence, uint64_t value) {
+    return (sequence ^ value) * kPrime;
+  }
 
  private:
   void mix(uint64_t bits) {
-    value_ = (value_ ^ bits) * 0x100000001b3;
+    value_ = appended(value_, bits);
   }
 
+  static constexpr uint64_t kPrime = 0x100000001b3;
   uint64_t value_ = 0xcbf29ce484222325;
 };
 

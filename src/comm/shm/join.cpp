@@ -69,8 +69,9 @@ CorePointer join(const Joining& joining, const Exchange& exchange) {
   std::shared_ptr<Segment> made;
   std::shared_ptr<Members> members;
   std::vector<std::shared_ptr<Segment>> arenas;
-  Greeting mine{static_cast<int32_t>(getpid()), Arena::of_process().id(), {}};
+  Greeting mine{static_cast<int32_t>(getpid()), {}, {}};
   std::string complaint = complaint_of([&] {
+    mine.arena = Arena::of_process().id();
     if (joining.rank == 0) {
       made = Segment::create("fsdp-group", Control::bytes(joining.size), Access::kWrite);
       mine.control = made->id();

@@ -53,6 +53,22 @@ class Asleep {
 
 } // namespace
 
+void Family::add(const std::shared_ptr<Members>& group) {
+  const std::scoped_lock lock(mutex_);
+  groups_.push_back(group);
+}
+
+std::vector<std::shared_ptr<Members>> Family::groups() const {
+  const std::scoped_lock lock(mutex_);
+  std::vector<std::shared_ptr<Members>> present;
+  for (const auto& group : groups_) {
+    if (auto here = group.lock()) {
+      present.push_back(std::move(here));
+    }
+  }
+  return present;
+}
+
 Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
     : place_{place.rank, place.size, bounded(place.timeout)},
       segment_(std::move(control)),
@@ -238,8 +254,8 @@ void Members::mark_failed(const std::string& reason) {
   for (int r = 0; r < size(); ++r) {
     ring(slot(r));
   }
-  for (const auto& relative : family_->groups) {
-    if (auto group = relative.lock(); group && group.get() != this) {
+  for (const auto& group : family_->groups()) {
+    if (group.get() != this) {
       group->mark_failed(reason);
     }
   }
@@ -256,8 +272,8 @@ void Members::throw_if_failed(const Label& label) const {
   for (int i = 0; i < 1000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
   }
-  for (const auto& relative : family_->groups) { // also those that the rank which failed is not in
-    if (auto group = relative.lock(); group && group.get() != this) {
+  for (const auto& group : family_->groups()) { // also those that the rank which failed is not in
+    if (group.get() != this) {
       group->mark_failed(control_->reason.load());
     }
   }

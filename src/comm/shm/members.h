@@ -3,6 +3,7 @@
 #include <chrono>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -20,9 +21,17 @@ class Members;
 
 /// The groups of one rank that stem from one another by `split`: if one fails, the rank cannot keep its promises in the
 /// others.
-struct Family {
-  std::vector<std::weak_ptr<Members>> groups;
+class Family {
+ public:
+  void add(const std::shared_ptr<Members>& group);
+  /// Those that are still there.
+  std::vector<std::shared_ptr<Members>> groups() const;
+
   int ranks_on_host; ///< those of the largest group: they share the cores
+
+ private:
+  mutable std::mutex mutex_; // a group may be aborted on any thread
+  std::vector<std::weak_ptr<Members>> groups_;
 };
 
 /// The ranks of a group as one of them sees them: tells them what it does, waits for them, and finds out when one is

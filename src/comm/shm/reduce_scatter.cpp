@@ -1,3 +1,4 @@
+#include <bit>
 #include <utility>
 
 #include "comm/arguments.h"
@@ -11,7 +12,7 @@ namespace {
 constexpr size_t kMostKept = 8;
 
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
-  Fingerprint print("reduce_scatter", label);
+  Fingerprint print("reduce_scatter", label, std::bit_cast<uint64_t>(args.divide_by));
   for (size_t i = 0; i < args.wholes.size(); ++i) {
     print.add(args.cuts[i].numel, args.cuts[i].chunk, args.cuts[i].before, args.wholes[i].scalar_type());
   }
@@ -67,6 +68,7 @@ void sum_slice(const Core& core, const ReduceScatter& args, size_t index, uint64
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label) {
   check_reduce_scatter(args, core->members->rank(), core->members->size(), label);
   if (!args.wholes.empty()) {
+    check_on_cpu(args.wholes.front(), label);
     check_combines(args.wholes.front().scalar_type(), label);
   }
   Collectives& collectives = core->collectives;

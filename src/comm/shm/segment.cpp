@@ -81,6 +81,7 @@ Mapping map(int fd, size_t bytes, int protection) {
       "vm.max_map_count)",
       human_bytes(static_cast<int64_t>(bytes)),
       reason());
+  madvise(memory, bytes, MADV_DONTDUMP); // a core dump would first fill all that is reserved
   return {static_cast<char*>(memory), Unmap{bytes}};
 }
 
