@@ -29,9 +29,7 @@ class PlainShard final : public ShownShard {
   }
   void give_gradient(at::Tensor piece) override {
     const at::Tensor parameter = tensor();
-    for (const auto& hook : torch::autograd::impl::hooks(parameter)) {
-      piece = (*hook)({std::move(piece)})[0];
-    }
+    piece = after_hooks(parameter, std::move(piece));
     if (auto& present = parameter.mutable_grad(); present.defined()) {
       c10::AutoGradMode no_grad(false);
       present.add_(piece);

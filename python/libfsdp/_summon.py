@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from . import _C
-from ._registered import Registered
+from ._registered import Registered, sharded_behind
 from ._sharded import local_of
 
 
@@ -60,11 +60,15 @@ def _register_whole(given: dict[tuple[nn.Module, str], torch.Tensor], owner: nn.
 
 @torch.no_grad()
 def take_assigned(wholes: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-    """What users have put in the places of wholes."""
+    """What users have put in the places of wholes: perhaps another of these, or what shows it to modules' code."""
+    assigned = []
     for (owner, name), whole in wholes.items():
         current = owner._parameters.get(name)
         if current is not None and current is not whole:
-            whole.data = current.detach()
+            sharded = sharded_behind(current)
+            assigned.append((whole, (current if sharded is None else sharded.handle).detach().clone()))
+    for whole, values in assigned:
+        whole.data = values
 
 
 @contextmanager

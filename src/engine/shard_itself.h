@@ -24,7 +24,7 @@ class ShardItself final : public ShownShard {
     return shard_.grad();
   }
   void give_gradient(at::Tensor piece) override {
-    piece = after_hooks(std::move(piece));
+    piece = after_hooks(shard_, std::move(piece));
     auto& current = shard_.mutable_grad();
     if (current.defined()) {
       current.add_(piece);
@@ -43,14 +43,6 @@ class ShardItself final : public ShownShard {
   }
 
  private:
-  /// What hooks that users have registered on the shard make of its gradient.
-  at::Tensor after_hooks(at::Tensor gradient) const {
-    for (const auto& hook : torch::autograd::impl::hooks(shard_)) {
-      gradient = (*hook)({std::move(gradient)})[0];
-    }
-    return gradient;
-  }
-
   at::Tensor& shard_; // the parameter's
 };
 

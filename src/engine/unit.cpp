@@ -273,7 +273,7 @@ void Unit::before_release(std::optional<Phase> left_in) {
     if (bucket->is_private()) {
       continue;
     }
-    if (left_in == Phase::kForward && runtime_->in_step()) {
+    if (policy.reshard_to && left_in == Phase::kForward && runtime_->in_step()) {
       const StreamGuard on_stream(runtime_->gather_stream());
       bucket->keep_share(label("reshard"));
     }
@@ -432,7 +432,9 @@ void Unit::settle_replaced_shards() {
 }
 
 void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
-  reshard();
+  if (held == 0) { // else it is shown as it is stored
+    reshard();
+  }
   precision_.param_dtype = param_dtype;
   for (auto& param : params_) {
     param->values_change();

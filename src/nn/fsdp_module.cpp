@@ -71,7 +71,9 @@ UnshardHandle FSDPModule::unshard(bool async_op) {
 void FSDPModule::reshard() {
   auto guard = unit_->runtime().lock();
   engine::InternalScope scope;
-  unit_->reshard();
+  if (unit_->held == 0) { // a guard that shows it whole gives it back
+    unit_->reshard();
+  }
 }
 
 void FSDPModule::note_shard_writes() {

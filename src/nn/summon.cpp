@@ -4,7 +4,9 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -32,28 +34,63 @@ using engine::Unit;
 
 namespace {
 
+const c10::StorageImpl* memory_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
 /// Whose the whole parameters are that guards show: plain tensors, which do not say so. On all threads, as ranks may be
 /// some.
 class Shown {
  public:
   void add(const at::Tensor& whole, const std::shared_ptr<Unit>& unit) {
     const std::lock_guard guard(mutex_);
-    units_.insert_or_assign(whole.unsafeGetTensorImpl(), unit);
+    wholes_.insert_or_assign(
+        whole.unsafeGetTensorImpl(), Whole{whole, memory_of(whole), unit, std::this_thread::get_id()});
   }
   void remove(const at::Tensor& whole) {
     const std::lock_guard guard(mutex_);
-    units_.erase(whole.unsafeGetTensorImpl());
+    wholes_.erase(whole.unsafeGetTensorImpl());
   }
   /// Null if it is none.
   std::shared_ptr<Unit> unit_of(const at::Tensor& tensor) {
     const std::lock_guard guard(mutex_);
-    const auto found = units_.find(tensor.unsafeGetTensorImpl());
-    return found == units_.end() ? nullptr : found->second.lock();
+    const auto found = wholes_.find(tensor.unsafeGetTensorImpl());
+    return found == wholes_.end() ? nullptr : found->second.unit.lock();
+  }
+  /// Users may have given a whole parameter the data of another one, which are about to be written, or to go: from now
+  /// on it has a copy.
+  void part_from_each_other() {
+    for (const at::Tensor& whole : with_data_of_others()) {
+      whole.set_data(whole.detach().clone());
+    }
   }
 
  private:
+  struct Whole {
+    at::Tensor tensor;
+    const c10::StorageImpl* memory; // as it was shown first; compared only
+    std::weak_ptr<Unit> unit;
+    std::thread::id thread; // others' may be given data just now
+  };
+
+  std::vector<at::Tensor> with_data_of_others() {
+    const std::lock_guard guard(mutex_);
+    std::unordered_set<const c10::StorageImpl*> shown;
+    for (const auto& [impl, whole] : wholes_) {
+      shown.insert(whole.memory);
+    }
+    std::vector<at::Tensor> found;
+    for (const auto& [impl, whole] : wholes_) {
+      if (whole.thread == std::this_thread::get_id() && memory_of(whole.tensor) != whole.memory &&
+          shown.count(memory_of(whole.tensor)) > 0) {
+        found.push_back(whole.tensor);
+      }
+    }
+    return found;
+  }
+
   std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, std::weak_ptr<Unit>> units_;
+  std::unordered_map<const c10::TensorImpl*, Whole> wholes_;
 };
 
 Shown& shown_wholes() {
@@ -72,11 +109,11 @@ int64_t version_of(const at::Tensor& tensor) {
 struct SummonedParams::Impl {
   struct Whole {
     at::Tensor tensor;
-    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
+    const c10::StorageImpl* storage = memory_of(tensor); ///< as it was shown first
     int64_t version = version_of(tensor);
 
     bool has_changed() const {
-      const bool known = version >= 0 && tensor.storage().unsafeGetStorageImpl() == storage;
+      const bool known = version >= 0 && memory_of(tensor) == storage;
       return !known || version_of(tensor) != version;
     }
   };
@@ -238,6 +275,7 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
 
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
+  shown_wholes().part_from_each_other();
   for (const auto& [param, whole] : wholes) {
     shown_wholes().remove(whole.tensor);
   }

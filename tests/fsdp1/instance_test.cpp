@@ -273,6 +273,36 @@ TEST_P(FullPrecisionInEvaluation, IsWhatTheEnvironmentAskedFor) {
   });
 }
 
+TEST_P(FullPrecisionInEvaluation, MayBeginWhereWholeParametersAreShown) {
+  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_USE_FULL_PREC_IN_EVAL", "1"}});
+  on_threads(GetParam(), [] {
+    for (const auto& setting : plain_settings()) {
+      FSDPOptions options = options_of(setting);
+      options.mixed_precision.param_dtype = torch::kBFloat16;
+      auto layers = normed_layers();
+      Wrapped model(normed_layers(), options);
+      const auto fill = [](torch::nn::Module& module, double value) {
+        const torch::NoGradGuard no_grad;
+        for (auto& parameter : module.parameters()) {
+          parameter.fill_(value);
+        }
+      };
+      {
+        const auto guard = model.summon_full_params();
+        fill(*model, 0.1);
+        model->eval();
+        fill(*model, 0.3);
+      }
+      fill(*layers, 0.3);
+      layers->eval();
+      const auto x = subjects::data(rank(), 0, {6, 4});
+      const auto evaluated = model(x);
+      EXPECT_EQ(evaluated.scalar_type(), torch::kFloat);
+      EXPECT_TRUE(evaluated.equal(layers->forward(x)));
+    }
+  });
+}
+
 TEST(FullPrecisionInEvaluationErrors, AreBackwardsThroughWhatWasRecordedBefore) {
   const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_USE_FULL_PREC_IN_EVAL", "1"}});
   on_threads(2, [] {

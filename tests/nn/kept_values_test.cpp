@@ -255,6 +255,68 @@ TEST_P(KeptValues, OtherDataForAWholeParameter) {
   });
 }
 
+void exchange_data(at::Tensor first, at::Tensor second) {
+  const at::Tensor former = first.variable_data();
+  first.set_data(second.variable_data());
+  second.set_data(former);
+}
+
+TEST_P(KeptValues, DataThatWholeParametersExchange) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(filled(4, 4), nn::Linear(4, 4));
+    fully_shard(*model[0]); // also between units
+    fully_shard(*model);
+    const auto first = numbers({4, 4}), second = whole_at(*model, 2);
+    for (const bool offload : {false, true}) {
+      {
+        const auto guard = summon_full_params(*model, {.offload_to_cpu = offload});
+        exchange_data(model->parameters()[0], model->parameters()[2]);
+        exchange_data(model->parameters()[1], model->parameters()[3]);
+      }
+      EXPECT_TRUE(torch::equal(whole_at(*model, 0), offload ? first : second));
+      EXPECT_TRUE(torch::equal(whole_at(*model, 2), offload ? second : first));
+    }
+  });
+}
+
+TEST_P(KeptValues, DataThatWholeParametersOfTwoModelsExchange) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    nn::Linear other(4, 4);
+    fully_shard(*model);
+    fully_shard(*other);
+    const auto former = numbers({4, 4}), of_other = whole_at(*other, 0);
+    for (const bool in_order : {true, false}) {
+      auto guard = summon_full_params(*model), guard_of_other = summon_full_params(*other);
+      exchange_data(model->parameters()[0], other->parameters()[0]);
+      (in_order ? guard : guard_of_other).end();
+      EXPECT_TRUE(torch::equal((in_order ? other : model)->parameters()[0], former)) << "of a guard that goes on";
+      (in_order ? guard_of_other : guard).end();
+      EXPECT_TRUE(torch::equal(whole_at(*model, 0), in_order ? of_other : former));
+      EXPECT_TRUE(torch::equal(whole_at(*other, 0), in_order ? former : of_other));
+    }
+  });
+}
+
+TEST_P(KeptValues, WritesToWhatIsShownWhileItsUnitIsResharded) {
+  for (const bool writes_back : {true, false}) {
+    on_threads(GetParam(), [&] {
+      auto model = filled(4, 4);
+      auto unit = fully_shard(*model);
+      {
+        const auto guard = summon_full_params(*model, {.writeback = writes_back});
+        const torch::NoGradGuard no_grad;
+        model->parameters()[0].fill_(2);
+        unit.reshard();
+        EXPECT_TRUE(torch::equal(model->weight + 0, torch::full({4, 4}, 2.0)));
+        model->parameters()[0].add_(1);
+      }
+      EXPECT_TRUE(torch::equal(whole_at(*model, 0), writes_back ? torch::full({4, 4}, 3.0) : numbers({4, 4})));
+      EXPECT_EQ(unit.unit()->whole_bytes(), 0);
+    });
+  }
+}
+
 TEST_P(KeptValues, WritesThatNoUnitHasTakenYetSurviveAReset) {
   on_threads(GetParam(), [] {
     nn::Linear model(4, 3);

@@ -104,7 +104,11 @@ TEST(MemoryOverGloo, OfAUnitReshardedAmongSomeRanksEachKeepsAShare) {
       loss.backward();
       for (auto& layer : stack.module->layers) {
         EXPECT_EQ(as_fsdp(*layer).unit()->whole_bytes(), 0);
+        as_fsdp(*layer).set_reshard_after_forward(true, /*recurse=*/false);
       }
+      const auto among_all = stack.module->forward(torch::ones({2, 16}).requires_grad_());
+      EXPECT_EQ(as_fsdp(*stack.module->layers[0]).unit()->whole_bytes(), 0) << "no share any more, among " << among;
+      among_all.backward();
     }
     shutdown();
   });

@@ -75,6 +75,25 @@ TEST_P(ShardGradients, HooksAreCalledWithThem) {
   });
 }
 
+// As torch does: what a hook keeps, or gives each time, is no gradient to which others are added.
+TEST_P(ShardGradients, WhatAHookKeepsOrGivesStaysAsItIs) {
+  on_threads(GetParam(), [] {
+    Pair pair;
+    std::vector<at::Tensor> kept;
+    const auto first = pair.model->parameters()[0], second = pair.model->parameters()[1];
+    const auto constant = torch::ones_like(second);
+    first.register_hook([&](const at::Tensor& gradient) { kept.push_back(gradient); });
+    second.register_hook([&](const at::Tensor&) { return constant; });
+    Pair::loss(pair.model).backward();
+    const auto as_it_came = kept.at(0).clone();
+    Pair::loss(pair.model).backward();
+    EXPECT_TRUE(torch::equal(kept[0], as_it_came));
+    EXPECT_TRUE(torch::equal(constant, torch::ones_like(constant)));
+    EXPECT_TRUE(torch::equal(first.grad(), as_it_came * 2));
+    EXPECT_TRUE(torch::equal(second.grad(), constant * 2));
+  });
+}
+
 TEST_P(ShardGradients, AHookThatIsRemovedIsNotCalled) {
   on_threads(GetParam(), [] {
     Pair pair;

@@ -480,6 +480,30 @@ def test_others_in_the_places_of_summoned_parameters_are_written_back():
 
 
 @on_ranks(2, comm=("shm",))
+def test_summoned_parameters_that_change_places_are_written_back():
+    model = nn.Sequential(fully_shard(nn.Linear(5, 5)), fully_shard(nn.Linear(5, 5)))
+    first, second = whole(model[0]._parameters["weight"]).clone(), whole(model[1]._parameters["weight"]).clone()
+
+
+    def members():
+        model[0].weight, model[1].weight = model[1].weight, model[0].weight
+
+    def registered():
+        model[0].weight, model[1].weight = (model[i]._parameters["weight"] for i in (1, 0))
+
+    def data():
+        a, b = (model[i]._parameters["weight"] for i in (0, 1))
+        a.data, b.data = b.data, a.data
+
+    for exchange in (members, registered, data):
+        with libfsdp.summon_full_params(model):
+            exchange()
+        first, second = second, first
+        assert torch.equal(whole(model[0]._parameters["weight"]), first), exchange.__name__
+        assert torch.equal(whole(model[1]._parameters["weight"]), second), exchange.__name__
+
+
+@on_ranks(2, comm=("shm",))
 def test_describe():
     text = str(libfsdp.describe(sharded_mlp()))
     assert "(root)" in text and "float32" in text and "Mesh(2, cpu)" in text
