@@ -232,7 +232,7 @@ bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) 
     reason = message_of(error);
   }
   try {
-    return answer_of<bool>(kServersGrace, [store = store_, all] { return store->check({all}); });
+    return answer_of<bool>(limit(), [store = store_, all] { return store->check({all}); });
   } catch (const std::exception&) {
     fail(reason); // not late: the store itself is gone, and what was said first is all there is
   }

@@ -159,6 +159,16 @@ TEST(ShmMemory, GradientsAreNotCopied) {
   on_processes(2, body);
 }
 
+TEST(ShmMemory, ABroadcastKeepsNoTensor) {
+  on_threads(2, [] {
+    at::Tensor tensor = at::ones({100000});
+    const auto memory = tensor.storage().getWeakStorageImpl();
+    current_world()->group->broadcast(tensor, 0, kTest);
+    tensor.reset();
+    EXPECT_TRUE(memory.expired()) << "on rank " << current_world()->group->rank();
+  });
+}
+
 TEST(ShmMemory, NothingIsLeftOfAGroup) {
   const auto body = [] {
     for (int round = 0; round < 3; ++round) {

@@ -57,6 +57,7 @@ void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, cons
        .counter = &RankSlot::finished,
        .value = number});
   collectives.finish(last);
+  collectives.release_kept();
 }
 
 } // namespace fsdp::shm

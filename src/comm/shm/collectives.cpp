@@ -14,7 +14,7 @@ Post& Collectives::prepare(const Label& label, const Fingerprint& fingerprint) {
   members_.begin(label);
   release_kept();
   label_ = label;
-  history_ = Fingerprint::appended(history_, std::exchange(fingerprint_, fingerprint.value()));
+  fingerprint_ = fingerprint.value();
   await_room(label);
   return members_.mine().posts[(last_ + 1) % RankSlot::kPosts];
 }
@@ -38,6 +38,7 @@ void Collectives::await_room(const Label& label) {
 
 uint64_t Collectives::commit(int steps) {
   const uint64_t first = last_ + 1;
+  history_ = std::exchange(next_history_, Fingerprint::appended(next_history_, fingerprint_));
   for (int i = 0; i < steps; ++i) {
     Post& post = members_.mine().posts[++last_ % RankSlot::kPosts];
     post.fingerprint = fingerprint_;

@@ -113,6 +113,7 @@ class Collectives final : public Errand {
   Members& members_;
   Label label_{}; // of the collective being prepared
   uint64_t fingerprint_ = 0, history_ = 0; // of it, see Post
+  uint64_t next_history_ = 0;
   uint64_t last_ = 0; // number of the last collective posted
   uint64_t room_until_ = RankSlot::kPosts - 1;
   std::deque<StepPointer> queue_;

@@ -73,6 +73,11 @@ SegmentId identify(int fd, size_t bytes) {
   return {static_cast<int32_t>(getpid()), fd, status.st_dev, status.st_ino, bytes};
 }
 
+// To write one would fill all that is only reserved.
+void leave_out_of_dumps(void* memory, size_t bytes) {
+  madvise(memory, bytes, MADV_DONTDUMP);
+}
+
 Mapping map(int fd, size_t bytes, int protection) {
   void* memory = mmap(nullptr, bytes, protection, MAP_SHARED | MAP_NORESERVE, fd, 0);
   FSDP_CHECK(
@@ -81,7 +86,7 @@ Mapping map(int fd, size_t bytes, int protection) {
       "vm.max_map_count)",
       human_bytes(static_cast<int64_t>(bytes)),
       reason());
-  madvise(memory, bytes, MADV_DONTDUMP); // a core dump would first fill all that is reserved
+  leave_out_of_dumps(memory, bytes);
   return {static_cast<char*>(memory), Unmap{bytes}};
 }
 
@@ -222,6 +227,7 @@ void Segment::part_from_parent(char* mapping) const {
   const void* mapped =
       mmap(mapping, bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, own_fd_, 0);
   TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would share memory with its parent");
+  leave_out_of_dumps(mapping, bytes());
 }
 
 void Segment::hide() {
