@@ -49,7 +49,7 @@ class FSDP_API FSDPModule {
 
   /// Makes the parameters whole until `reshard`; once they were used, they are freed as always. Not recursive.
   UnshardHandle unshard(bool async_op = false);
-  /// Frees the whole parameters. Not recursive.
+  /// Frees the whole parameters, unless a guard of `summon_full_params` shows them. Not recursive.
   void reshard();
   /// Call it before shards are written by what no operator shows (a kernel of another library, numpy, an address). Not
   /// needed between the end of a backward and the next step, where optimizers write. For the whole model. Collective.

@@ -25,8 +25,7 @@ class FSDP_API ShownShard {
   virtual at::Tensor replacement() = 0;
 };
 
-/// What the hooks that users have registered on `parameter` make of its gradient. It is the caller's alone, whatever
-/// they keep.
-FSDP_API at::Tensor after_hooks(const at::Tensor& parameter, at::Tensor gradient);
+/// For what shows a plain tensor: as autograd accumulates, hooks included.
+FSDP_API void give_gradient_to(const at::Tensor& parameter, at::Tensor gradient);
 
 } // namespace fsdp

@@ -1,9 +1,6 @@
 #include <fsdp/shown_shard.h>
 
-#include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include "bindings.h"
 
@@ -28,17 +25,8 @@ class PlainShard final : public ShownShard {
     return tensor().grad();
   }
   void give_gradient(at::Tensor piece) override {
-    const at::Tensor parameter = tensor();
-    piece = after_hooks(parameter, std::move(piece));
-    if (auto& present = parameter.mutable_grad(); present.defined()) {
-      c10::AutoGradMode no_grad(false);
-      present.add_(piece);
-    } else {
-      present = std::move(piece);
-    }
-    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(parameter)) {
-      (*hook)(parameter);
-    }
+    const at::Tensor parameter = tensor(); // hooks may put another in its place
+    give_gradient_to(parameter, std::move(piece));
   }
   bool replaced() const override {
     return replaced_ || impl() != known_;

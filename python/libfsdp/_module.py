@@ -83,7 +83,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return handle if async_op else None
 
     def reshard(self) -> None:
-        """Frees the whole parameters. Not recursive."""
+        """Frees the whole parameters, unless ``summon_full_params`` shows them. Not recursive."""
         self._get_fsdp_state().unit.reshard()
 
     def note_shard_writes(self) -> None:

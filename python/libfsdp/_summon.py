@@ -3,14 +3,23 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from . import _C
 from ._registered import Registered, sharded_behind
-from ._sharded import local_of
+from ._sharded import Sharded, local_of
 
+Slot = tuple[nn.Module, str]
+
+
+class Whole(NamedTuple):
+    """What is shown in a slot, for which parameter: users may tie the slot to another one meanwhile."""
+
+    tensor: torch.Tensor
+    sharded: Sharded
 
 @contextmanager
 def summoned(
@@ -20,10 +29,12 @@ def summoned(
     rank0_only: bool,
     offload_to_cpu: bool,
     with_grads: bool,
+    wholes_of_all: dict[Slot, Whole] | None = None,
 ) -> Iterator[None]:
-    """``places``: a path, a module and the name of a sharded parameter there. ``only``: of this unit."""
+    """``places``: a path, a module and the name of a sharded parameter there. ``only``: of this unit. ``wholes_of_all``:
+    gets what is shown, for who ends several guards and takes what was assigned in them before."""
     slots, shown = [], []
-    given: dict[tuple[nn.Module, str], torch.Tensor] = {}
+    given: dict[Slot, Whole] = {} if wholes_of_all is None else wholes_of_all
     for path, owner, name in places:
         registered = Registered.of(owner)
         if name in registered.hidden:
@@ -40,39 +51,49 @@ def summoned(
         yield
     finally:
         try:
-            if writeback:
+            if writeback and wholes_of_all is None:
                 take_assigned(given)
-            wholes.end()
         finally:
-            for owner, name, sharded in shown:
-                sharded.show_handle_in(owner, name)
-                sharded.enter(owner, name)
+            try:
+                wholes.end()
+            finally:
+                for owner, name, sharded in shown:
+                    sharded.show_handle_in(owner, name)
+                    sharded.enter(owner, name)
 
 
-def _register_whole(given: dict[tuple[nn.Module, str], torch.Tensor], owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
+def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
     registered = Registered.of(owner)
     tensor._is_param = True
     shown = registered.sharded[name].as_given(tensor)
     registered.exchange_quietly(name, shown)
     if shown is tensor:
-        given[owner, name] = tensor
+        given[owner, name] = Whole(tensor, registered.sharded[name])
 
 
 @torch.no_grad()
-def take_assigned(wholes: dict[tuple[nn.Module, str], torch.Tensor]) -> None:
-    """What users have put in the places of wholes: perhaps another of these, or what shows it to modules' code."""
+def take_assigned(wholes: dict[Slot, Whole]) -> None:
+    """What users have put in the places of wholes: their own, or another of these, as it is or as modules' code reads it."""
+    shown = {id(whole.sharded): whole.tensor for whole in wholes.values()}
     assigned = []
     for (owner, name), whole in wholes.items():
         current = owner._parameters.get(name)
-        if current is not None and current is not whole:
-            sharded = sharded_behind(current)
-            assigned.append((whole, (current if sharded is None else sharded.handle).detach().clone()))
-    for whole, values in assigned:
-        whole.data = values
+        if current is None or current is whole.tensor:
+            continue
+        sharded = sharded_behind(current)
+        given = current if sharded is None else shown.get(id(sharded))
+        if given is None:
+            raise ValueError(
+                f"summon_full_params: '{name}' was given a sharded parameter that is not shown whole here: give it a plain one "
+                "with its values, which its full_tensor() has"
+            )
+        assigned.append((whole.tensor, given.detach()))
+    for tensor, data in assigned:
+        tensor.data = data
 
 
 @contextmanager
-def exchanged(tensors: dict[tuple[nn.Module, str], torch.Tensor]) -> Iterator[None]:
+def exchanged(tensors: dict[Slot, torch.Tensor]) -> Iterator[None]:
     """These are registered in the places of others. What the modules' code reads stays."""
     former = {(owner, name): dict.get(owner._parameters, name) for owner, name in tensors}
     try:

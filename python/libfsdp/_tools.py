@@ -80,8 +80,8 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written: write into them,
-    others in their places are dropped at the end. What was a DTensor before ``fully_shard`` is one as it was.
+    """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written. What is
+    assigned in their places is written back too. What was a DTensor before ``fully_shard`` is one as it was.
 
     Collective at its beginning and at its end. Not in a backward. Between a forward and its backward for
     reading: what is written then is a write to what the graph has saved.

@@ -77,6 +77,9 @@ void Bucket::settle(const Label& label) {
     const auto gathered = gathered_dtype(param->shard_dtype());
     if (gathered != param->gathered_dtype()) {
       param->become_handle(param->handle(), gathered, options_.device);
+      if (is_private()) { // while a guard shows it
+        place(*param);
+      }
     }
   }
   if (gather_group->gathers_in_place()) {
@@ -218,6 +221,18 @@ void Bucket::make_private(std::vector<at::Tensor> copies) {
   for (size_t i = 0; i < params_.size(); ++i) {
     params_[i]->show_copy(private_[i]);
   }
+}
+
+void Bucket::replace_private_copy(Param& param, const at::Tensor& data) {
+  at::Tensor& copy = private_[index_of(param)];
+  const bool alike =
+      data.strides() == copy.strides() && data.scalar_type() == copy.scalar_type() && data.device() == copy.device();
+  if (alike && data.key_set() == copy.key_set()) { // another parameter's whose memory goes, or a negative view, is not
+    copy = data;
+  } else {
+    copy = at::empty_strided(copy.sizes(), copy.strides(), copy.options()).copy_(data);
+  }
+  param.set_whole(copy.data_ptr());
 }
 
 void Bucket::write_back(const Unit& unit) {

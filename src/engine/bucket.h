@@ -104,6 +104,8 @@ class Bucket {
   at::Tensor private_copy(const Param& param) const {
     return private_[index_of(param)];
   }
+  /// Dense data of the parameter's sizes.
+  void replace_private_copy(Param& param, const at::Tensor& data);
   /// This rank's part of the private copies goes to the shards: of all that may have been written, or of one.
   void write_back(const Unit& unit);
   void write_back(const Unit& unit, const Param& param);

@@ -3,8 +3,6 @@
 #include <utility>
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <fsdp/shown_shard.h>
 
@@ -24,16 +22,7 @@ class ShardItself final : public ShownShard {
     return shard_.grad();
   }
   void give_gradient(at::Tensor piece) override {
-    piece = after_hooks(shard_, std::move(piece));
-    auto& current = shard_.mutable_grad();
-    if (current.defined()) {
-      current.add_(piece);
-    } else {
-      current = std::move(piece);
-    }
-    if (auto& hook = torch::autograd::impl::post_acc_grad_hooks(shard_)) {
-      (*hook)(shard_);
-    }
+    give_gradient_to(shard_, std::move(piece));
   }
   bool replaced() const override {
     return false; // other data in the same tensor are another tenant's, or nobody's

@@ -13,6 +13,7 @@
 #include "engine/param.h"
 #include "engine/piece_or_whole.h"
 #include "engine/runtime.h"
+#include "engine/shown_wholes.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -93,6 +94,9 @@ class TensorMethods final : public ForwardingHooks {
     if (param == nullptr) {
       check_is_no_piece(self, data);
       ForwardingHooks::set_data(self, data);
+      if (self.defined() && !c10::impl::tls_is_dispatch_key_excluded(kKey)) {
+        shown_wholes::was_given_data(*at::OptionalTensorRef(self));
+      }
       return;
     }
     if (give_values(*at::OptionalTensorRef(self), *at::OptionalTensorRef(data))) {

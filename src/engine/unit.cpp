@@ -366,6 +366,15 @@ at::Tensor Unit::private_copy(const Param& param) const {
   return param.bucket().private_copy(param);
 }
 
+void Unit::go_on_with(Param& param, const at::Tensor& data) {
+  const bool has_values =
+      data.layout() == c10::kStrided && !data.is_meta(); // else the guard's end says what it expects
+  if (param.bucket().is_private() && has_values && data.sizes() == param.layout().sizes()) {
+    param.bucket().replace_private_copy(param, data.detach());
+    note_arrival();
+  }
+}
+
 void Unit::discard_private() {
   for (auto& bucket : buckets_) {
     bucket->release();

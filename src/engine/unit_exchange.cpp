@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "base/check.h"
 #include "comm/c10d/factory.h"
 #include "comm/custom_group.h"
 #include "engine/bucket.h"
@@ -11,6 +12,10 @@
 namespace fsdp::engine {
 
 void Unit::gather_through(CollectiveFn all_gather) {
+  FSDP_CHECK(
+      held == 0,
+      "[set_custom_all_gather] the parameters of '{}' are shown whole by summon_full_params: call it after that guard",
+      display_name());
   reshard();
   exchange_.all_gather = std::move(all_gather);
   for (auto& bucket : buckets_) {

@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
-#include <mutex>
-#include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -21,6 +18,7 @@
 #include "engine/flat_bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
+#include "engine/shown_wholes.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
@@ -34,70 +32,6 @@ using engine::Unit;
 
 namespace {
 
-const c10::StorageImpl* memory_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
-
-/// Whose the whole parameters are that guards show: plain tensors, which do not say so. On all threads, as ranks may be
-/// some.
-class Shown {
- public:
-  void add(const at::Tensor& whole, const std::shared_ptr<Unit>& unit) {
-    const std::lock_guard guard(mutex_);
-    wholes_.insert_or_assign(
-        whole.unsafeGetTensorImpl(), Whole{whole, memory_of(whole), unit, std::this_thread::get_id()});
-  }
-  void remove(const at::Tensor& whole) {
-    const std::lock_guard guard(mutex_);
-    wholes_.erase(whole.unsafeGetTensorImpl());
-  }
-  /// Null if it is none.
-  std::shared_ptr<Unit> unit_of(const at::Tensor& tensor) {
-    const std::lock_guard guard(mutex_);
-    const auto found = wholes_.find(tensor.unsafeGetTensorImpl());
-    return found == wholes_.end() ? nullptr : found->second.unit.lock();
-  }
-  /// Users may have given a whole parameter the data of another one, which are about to be written, or to go: from now
-  /// on it has a copy.
-  void part_from_each_other() {
-    for (const at::Tensor& whole : with_data_of_others()) {
-      whole.set_data(whole.detach().clone());
-    }
-  }
-
- private:
-  struct Whole {
-    at::Tensor tensor;
-    const c10::StorageImpl* memory; // as it was shown first; compared only
-    std::weak_ptr<Unit> unit;
-    std::thread::id thread; // others' may be given data just now
-  };
-
-  std::vector<at::Tensor> with_data_of_others() {
-    const std::lock_guard guard(mutex_);
-    std::unordered_set<const c10::StorageImpl*> shown;
-    for (const auto& [impl, whole] : wholes_) {
-      shown.insert(whole.memory);
-    }
-    std::vector<at::Tensor> found;
-    for (const auto& [impl, whole] : wholes_) {
-      if (whole.thread == std::this_thread::get_id() && memory_of(whole.tensor) != whole.memory &&
-          shown.count(memory_of(whole.tensor)) > 0) {
-        found.push_back(whole.tensor);
-      }
-    }
-    return found;
-  }
-
-  std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, Whole> wholes_;
-};
-
-Shown& shown_wholes() {
-  static auto* const all = new Shown; // guards may end with the process
-  return *all;
-}
-
 // -1 if nobody counts.
 int64_t version_of(const at::Tensor& tensor) {
   return tensor.is_inference() ? -1 : tensor._version();
@@ -109,11 +43,11 @@ int64_t version_of(const at::Tensor& tensor) {
 struct SummonedParams::Impl {
   struct Whole {
     at::Tensor tensor;
-    const c10::StorageImpl* storage = memory_of(tensor); ///< as it was shown first
+    const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
     int64_t version = version_of(tensor);
 
     bool has_changed() const {
-      const bool known = version >= 0 && memory_of(tensor) == storage;
+      const bool known = version >= 0 && tensor.storage().unsafeGetStorageImpl() == storage;
       return !known || version_of(tensor) != version;
     }
   };
@@ -170,7 +104,7 @@ std::vector<FSDPModule> units_around(torch::nn::Module& module) {
   }
   for (const auto& slot : nn::slots_of(module)) {
     const Param* param = engine::param_of(slot.tensor);
-    if (auto unit = param != nullptr ? param->unit().shared_from_this() : shown_wholes().unit_of(slot.tensor)) {
+    if (auto unit = param != nullptr ? param->unit().shared_from_this() : engine::shown_wholes::unit_of(slot.tensor)) {
       found.emplace_back(std::move(unit));
     }
   }
@@ -215,7 +149,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
     param->keep_for_holders(); // of a recurrent module, whose `to()` may come
     const at::Tensor shown = whole.is_same(copy) ? copy.alias() : whole;
     wholes.insert_or_assign(param.get(), Whole{shown.set_requires_grad(param->trainable())});
-    shown_wholes().add(shown, unit);
+    engine::shown_wholes::add(shown, *param);
   }
 }
 
@@ -275,9 +209,8 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
 
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
-  shown_wholes().part_from_each_other();
   for (const auto& [param, whole] : wholes) {
-    shown_wholes().remove(whole.tensor);
+    engine::shown_wholes::remove(whole.tensor);
   }
   for (auto& [slot, param] : replaced) {
     slot.replace(param != nullptr ? nn::shown_in_place_of(*param) : slot.tensor);

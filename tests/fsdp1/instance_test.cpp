@@ -281,6 +281,7 @@ TEST_P(FullPrecisionInEvaluation, MayBeginWhereWholeParametersAreShown) {
       options.mixed_precision.param_dtype = torch::kBFloat16;
       auto layers = normed_layers();
       Wrapped model(normed_layers(), options);
+      const auto x = subjects::data(rank(), 0, {6, 4});
       const auto fill = [](torch::nn::Module& module, double value) {
         const torch::NoGradGuard no_grad;
         for (auto& parameter : module.parameters()) {
@@ -290,12 +291,13 @@ TEST_P(FullPrecisionInEvaluation, MayBeginWhereWholeParametersAreShown) {
       {
         const auto guard = model.summon_full_params();
         fill(*model, 0.1);
+        fill(*layers, 0.1);
         model->eval();
+        layers->eval();
+        EXPECT_TRUE(model(x).equal(layers->forward(x)));
         fill(*model, 0.3);
       }
       fill(*layers, 0.3);
-      layers->eval();
-      const auto x = subjects::data(rank(), 0, {6, 4});
       const auto evaluated = model(x);
       EXPECT_EQ(evaluated.scalar_type(), torch::kFloat);
       EXPECT_TRUE(evaluated.equal(layers->forward(x)));

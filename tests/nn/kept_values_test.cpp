@@ -272,6 +272,7 @@ TEST_P(KeptValues, DataThatWholeParametersExchange) {
         const auto guard = summon_full_params(*model, {.offload_to_cpu = offload});
         exchange_data(model->parameters()[0], model->parameters()[2]);
         exchange_data(model->parameters()[1], model->parameters()[3]);
+        EXPECT_TRUE(torch::equal(model[0]->as<nn::Linear>()->weight + 0, offload ? first : second));
       }
       EXPECT_TRUE(torch::equal(whole_at(*model, 0), offload ? first : second));
       EXPECT_TRUE(torch::equal(whole_at(*model, 2), offload ? second : first));
@@ -291,9 +292,28 @@ TEST_P(KeptValues, DataThatWholeParametersOfTwoModelsExchange) {
       exchange_data(model->parameters()[0], other->parameters()[0]);
       (in_order ? guard : guard_of_other).end();
       EXPECT_TRUE(torch::equal((in_order ? other : model)->parameters()[0], former)) << "of a guard that goes on";
+      EXPECT_TRUE(torch::equal((in_order ? other : model)->weight + 0, former));
       (in_order ? guard_of_other : guard).end();
       EXPECT_TRUE(torch::equal(whole_at(*model, 0), in_order ? of_other : former));
       EXPECT_TRUE(torch::equal(whole_at(*other, 0), in_order ? former : of_other));
+    }
+  });
+}
+
+TEST_P(KeptValues, DataGivenToAWholeParameterAreItsMembersAtOnce) {
+  on_threads(GetParam(), [] {
+    const MixedPrecisionPolicy bf16{.param_dtype = torch::kBFloat16};
+    for (const auto& options : {FullyShardOptions(), FullyShardOptions{.mp_policy = bf16}}) {
+      for (const auto& data : {numbers({4, 4}), numbers({4, 4}).t(), numbers({4, 4}).to(torch::kDouble)}) {
+        nn::Linear model(4, 4);
+        fully_shard(*model, options);
+        {
+          const auto guard = summon_full_params(*model);
+          model->parameters()[0].set_data(data.clone());
+          EXPECT_TRUE(torch::equal(model->weight + 0, data.to(torch::kFloat)));
+        }
+        EXPECT_TRUE(torch::equal(whole_at(*model, 0), data.to(torch::kFloat)));
+      }
     }
   });
 }

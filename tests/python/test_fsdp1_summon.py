@@ -52,6 +52,35 @@ def test_not_in_a_forward_or_backward(use_orig_params):
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(2, comm=("shm",))
+def test_parameters_of_two_wrappers_that_change_places(use_orig_params):
+    layers = [FSDP(nn.Linear(5, 5), use_orig_params=use_orig_params) for _ in range(2)]
+    model = FSDP(nn.Sequential(*layers), use_orig_params=use_orig_params)
+    first, second = (layer.module for layer in layers)
+
+    def members():
+        first.weight, second.weight = second.weight, first.weight
+
+    def registered():
+        first.weight, second.weight = second._parameters["weight"], first._parameters["weight"]
+
+    def data():
+        a, b = first._parameters["weight"], second._parameters["weight"]
+        a.data, b.data = b.data, a.data
+
+    def values():
+        with FSDP.summon_full_params(model, writeback=False):
+            return [layer._parameters["weight"].detach().clone() for layer in (first, second)]
+
+    wanted = values()
+    for exchange in (members, registered, data):
+        with FSDP.summon_full_params(model):
+            exchange()
+        wanted.reverse()
+        assert all(map(torch.equal, values(), wanted)), exchange.__name__
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, comm=("shm",))
 def test_not_within_one_another(use_orig_params):
     for make in BOTH:
         model = wrapped(seeded(blocks), make, use_orig_params=use_orig_params)

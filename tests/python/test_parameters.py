@@ -484,7 +484,6 @@ def test_summoned_parameters_that_change_places_are_written_back():
     model = nn.Sequential(fully_shard(nn.Linear(5, 5)), fully_shard(nn.Linear(5, 5)))
     first, second = whole(model[0]._parameters["weight"]).clone(), whole(model[1]._parameters["weight"]).clone()
 
-
     def members():
         model[0].weight, model[1].weight = model[1].weight, model[0].weight
 

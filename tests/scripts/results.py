@@ -16,7 +16,8 @@ class RecordingResult(unittest.TextTestResult):
         self.entries[test.id()] = ElementTree.Element("testcase", name=test.id(), status="run")
 
     def mark(self, test, kind, message=""):
-        ElementTree.SubElement(self.entries[test.id()], kind, message=str(message))
+        printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in str(message))  # XML takes no others
+        ElementTree.SubElement(self.entries[test.id()], kind, message=printable)
 
     def addFailure(self, test, error):
         super().addFailure(test, error)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from .._registered import Registered, remember
 from .._sharded import OnTheWhole, Sharded
-from .._summon import take_assigned
+from .._summon import Slot, Whole, take_assigned
 from .device import Place
 from .plain import Calls
 from .state import WrapperState
@@ -184,34 +184,44 @@ class FlatState(WrapperState):
 
 @contextlib.contextmanager
 def summoned(
-    state: FlatState, places: list[PlaceOfPart], writeback: bool, rank0_only: bool, offload_to_cpu: bool
+    state: FlatState,
+    places: list[PlaceOfPart],
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    wholes_of_all: dict[Slot, Whole] | None = None,
 ) -> Iterator[None]:
-    """Whole parameters of this unit are in the places, on the ranks that are to have them."""
-    wholes: dict[tuple[nn.Module, str], torch.Tensor] = {}
-    slots = [(path, part.handle, _keeper(wholes, owner, name)) for path, owner, name, part in places]
+    """Whole parameters of this unit are in the places, on the ranks that are to have them. ``wholes_of_all``: as in
+    ``_summon.summoned``."""
+    wholes: dict[Slot, Whole] = {}
+    slots = [(path, part.handle, _keeper(wholes, owner, name, part)) for path, owner, name, part in places]
     guard = _C.Summoned(slots, state.unit, writeback, rank0_only, offload_to_cpu, False)
-    with shown(state, [place for place in places if place[1:3] in wholes], wholes.get):
+    if wholes_of_all is not None:
+        wholes_of_all.update(wholes)
+    with shown(state, [place for place in places if place[1:3] in wholes], lambda slot: wholes[slot].tensor):
         try:
             yield
         finally:
-            if writeback:
-                take_assigned(wholes)
-            guard.end()
+            try:
+                if writeback and wholes_of_all is None:
+                    take_assigned(wholes)
+            finally:
+                guard.end()
 
 
 def _keeper(
-    wholes: dict[tuple[nn.Module, str], torch.Tensor], owner: nn.Module, name: str
+    wholes: dict[Slot, Whole], owner: nn.Module, name: str, part: Part
 ) -> Callable[[torch.Tensor], None]:
     def keep(whole: torch.Tensor) -> None:
         whole._is_param = True
-        wholes[owner, name] = whole
+        wholes[owner, name] = Whole(whole, part)
 
     return keep
 
 
 @contextlib.contextmanager
 def shown(
-    state: FlatState, places: Iterable[PlaceOfPart], tensor_at: Callable[[tuple[nn.Module, str]], torch.Tensor]
+    state: FlatState, places: Iterable[PlaceOfPart], tensor_at: Callable[[Slot], torch.Tensor]
 ) -> Iterator[None]:
     """Tensors are registered in these places, and the flat parameter is not, if there are any."""
     places = list(places)

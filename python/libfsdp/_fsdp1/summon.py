@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
 from .. import _C
-from .._summon import summoned
+from .._summon import Slot, Whole, summoned, take_assigned
 from . import flat
 from ._pytorch import TrainingState
 from .flat import FlatState
@@ -32,16 +32,23 @@ def summon(
     with_grads: bool = False,
 ) -> Iterator[None]:
     instances = instances_below(module) if recurse else [module] if is_wrapper(module) else []
+    wholes: dict[Slot, Whole] = {}  # what is written back, of all: they may be exchanged
     with contextlib.ExitStack() as stack:
         for instance in instances:
             _check(instance, writeback, rank0_only, offload_to_cpu, with_grads)
-            stack.enter_context(_summon_own(instance, writeback, rank0_only, offload_to_cpu, with_grads))
+            stack.enter_context(_summon_own(instance, writeback, rank0_only, offload_to_cpu, with_grads, wholes))
+        stack.callback(take_assigned, wholes)
         yield
 
 
 @contextlib.contextmanager
 def _summon_own(
-    instance: "FullyShardedDataParallel", writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+    instance: "FullyShardedDataParallel",
+    writeback: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    with_grads: bool,
+    wholes: dict[Slot, Whole],
 ) -> Iterator[None]:
     state = instance._fsdp_state
     state.heed()
@@ -49,7 +56,7 @@ def _summon_own(
     shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not is_copied
     writeback = (writeback or (shows_itself and not offload_to_cpu)) and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
-    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads):
+    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads, wholes if writeback else {}):
         instance._summoned = True
         for part in given:
             part.grad = None
@@ -65,14 +72,15 @@ def wholes_of(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    wholes_of_all: dict[Slot, Whole] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """In the places of its own parameters, on the ranks that are to have them."""
+    """In the places of its own parameters, on the ranks that are to have them. ``wholes_of_all``: as in ``summoned``."""
     state = instance._fsdp_state
     _C.check_may_summon([state.unit], writeback)
     if isinstance(state, FlatState):
-        return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
+        return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu, wholes_of_all)
     places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
-    return summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads)
+    return summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads, wholes_of_all)
 
 
 def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:
