@@ -87,7 +87,8 @@ def take_assigned(wholes: dict[Slot, Whole]) -> None:
                 f"summon_full_params: '{name}' was given a sharded parameter that is not shown whole here: give it a plain one "
                 "with its values, which its full_tensor() has"
             )
-        assigned.append((whole.tensor, given.detach()))
+        data = given.detach()
+        assigned.append((whole.tensor, data.clone() if _C.belongs_to_unit(data) else data))
     for tensor, data in assigned:
         tensor.data = data
 

@@ -225,13 +225,7 @@ void Bucket::make_private(std::vector<at::Tensor> copies) {
 
 void Bucket::replace_private_copy(Param& param, const at::Tensor& data) {
   at::Tensor& copy = private_[index_of(param)];
-  const bool alike =
-      data.strides() == copy.strides() && data.scalar_type() == copy.scalar_type() && data.device() == copy.device();
-  if (alike && data.key_set() == copy.key_set()) { // another parameter's whose memory goes, or a negative view, is not
-    copy = data;
-  } else {
-    copy = at::empty_strided(copy.sizes(), copy.strides(), copy.options()).copy_(data);
-  }
+  copy = at::empty_strided(copy.sizes(), copy.strides(), copy.options()).copy_(data); // others may hold the former one
   param.set_whole(copy.data_ptr());
 }
 

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "engine/internal_scope.h"
 #include "engine/param.h"
@@ -14,6 +15,7 @@ namespace fsdp::engine::shown_wholes {
 namespace {
 
 struct Whole {
+  at::Tensor tensor;
   std::weak_ptr<Unit> unit;
   Param* param = nullptr; // the unit's
 };
@@ -24,9 +26,10 @@ class Registry {
     static auto* const registry = new Registry; // guards may end with the process
     return *registry;
   }
-  void add(const at::Tensor& tensor, Whole whole) {
+  void add(Whole whole) {
     const std::lock_guard guard(mutex_);
-    wholes_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::move(whole));
+    const c10::TensorImpl* key = whole.tensor.unsafeGetTensorImpl();
+    wholes_.insert_or_assign(key, std::move(whole));
     count_ = wholes_.size();
   }
   void remove(const at::Tensor& tensor) {
@@ -43,16 +46,33 @@ class Registry {
     return found == wholes_.end() ? Whole() : found->second;
   }
 
+  /// Several guards may show it.
+  std::vector<at::Tensor> all_of(const Param& param) {
+    const std::lock_guard guard(mutex_);
+    std::vector<at::Tensor> tensors;
+    for (const auto& [key, whole] : wholes_) {
+      if (whole.param == &param) {
+        tensors.push_back(whole.tensor);
+      }
+    }
+    return tensors;
+  }
+
  private:
   std::mutex mutex_;
   std::unordered_map<const c10::TensorImpl*, Whole> wholes_;
   std::atomic<size_t> count_ = 0;
 };
 
+bool lie_alike(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides() && a.scalar_type() == b.scalar_type() &&
+         a.device() == b.device();
+}
+
 } // namespace
 
 void add(const at::Tensor& whole, Param& param) {
-  Registry::get().add(whole, {param.unit().weak_from_this(), &param});
+  Registry::get().add({whole, param.unit().weak_from_this(), &param});
 }
 
 void remove(const at::Tensor& whole) {
@@ -63,12 +83,22 @@ std::shared_ptr<Unit> unit_of(const at::Tensor& tensor) {
   return Registry::get().find(tensor).unit.lock();
 }
 
+// The values are copied: whose the data are may write them, or let them go. What was shown shows the copy.
 void was_given_data(const at::Tensor& tensor) {
-  const Whole whole = Registry::get().find(tensor);
-  if (const auto unit = whole.unit.lock()) {
-    const InternalScope scope;
-    const auto lock = unit->runtime().lock();
-    unit->go_on_with(*whole.param, tensor);
+  const Whole given = Registry::get().find(tensor);
+  const auto unit = given.unit.lock();
+  if (!unit || !unit->is_private()) {
+    return;
+  }
+  const InternalScope scope;
+  const auto lock = unit->runtime().lock();
+  const at::Tensor former = unit->private_copy(*given.param);
+  unit->go_on_with(*given.param, tensor);
+  const at::Tensor copy = unit->private_copy(*given.param);
+  for (const at::Tensor& shown : Registry::get().all_of(*given.param)) {
+    if ((shown.is_same(tensor) || shown.is_alias_of(former)) && lie_alike(shown, copy)) {
+      shown.set_data(copy.alias());
+    }
   }
 }
 

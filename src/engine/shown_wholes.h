@@ -17,7 +17,7 @@ void add(const at::Tensor& whole, Param& param);
 void remove(const at::Tensor& whole);
 /// Null if it is none.
 std::shared_ptr<Unit> unit_of(const at::Tensor& tensor);
-/// Users gave it other data: if it is one, its unit goes on with these.
+/// Users gave it other data: if it is one, its unit goes on with their values.
 void was_given_data(const at::Tensor& tensor);
 
 } // namespace shown_wholes

@@ -370,6 +370,9 @@ void Unit::go_on_with(Param& param, const at::Tensor& data) {
   const bool has_values =
       data.layout() == c10::kStrided && !data.is_meta(); // else the guard's end says what it expects
   if (param.bucket().is_private() && has_values && data.sizes() == param.layout().sizes()) {
+    if (on_streams_) {
+      uses_.block(current_stream(device_));
+    }
     param.bucket().replace_private_copy(param, data.detach());
     note_arrival();
   }

@@ -181,7 +181,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void write_back(const Param& param);
   /// The writable copy itself: a plain tensor.
   at::Tensor private_copy(const Param& param) const;
-  /// A private copy makes room for other data, of the same sizes: theirs, or a copy where they are of another kind.
+  /// A private copy makes room for one of other data, of the same sizes.
   void go_on_with(Param& param, const at::Tensor& data);
   /// Drops private copies without writing them back.
   void discard_private();

@@ -318,6 +318,40 @@ TEST_P(KeptValues, DataGivenToAWholeParameterAreItsMembersAtOnce) {
   });
 }
 
+TEST_P(KeptValues, DataGivenInOneOfTwoGuardsThatShowPartsOfAUnit) {
+  on_threads(GetParam(), [] {
+    for (const bool in_inner : {true, false}) {
+      nn::Sequential model(filled(4, 4), filled(4, 4));
+      fully_shard(*model);
+      auto values = torch::full({4, 4}, 2.0);
+      auto outer = summon_full_params(*model[0]);
+      auto inner = summon_full_params(*model[1]);
+      model[in_inner ? 1 : 0]->parameters()[0].set_data(values);
+      inner.end();
+      outer.end();
+      EXPECT_TRUE(torch::equal(whole_at(*model, in_inner ? 2 : 0), values));
+      EXPECT_TRUE(torch::equal(whole_at(*model, in_inner ? 0 : 2), numbers({4, 4})));
+      EXPECT_TRUE(torch::equal(values, torch::full({4, 4}, 2.0)));
+    }
+  });
+}
+
+TEST_P(KeptValues, DataThatGoAfterTheyWereGiven) {
+  on_threads(GetParam(), [] {
+    auto model = filled(4, 4);
+    fully_shard(*model);
+    {
+      const auto guard = summon_full_params(*model);
+      auto values = torch::full({4, 4}, 2.0);
+      model->parameters()[0].set_data(values);
+      values.fill_(7);
+      values.resize_({100000});
+      EXPECT_TRUE(torch::equal(model->weight + 0, torch::full({4, 4}, 2.0)));
+    }
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), torch::full({4, 4}, 2.0)));
+  });
+}
+
 TEST_P(KeptValues, WritesToWhatIsShownWhileItsUnitIsResharded) {
   for (const bool writes_back : {true, false}) {
     on_threads(GetParam(), [&] {

@@ -60,6 +60,11 @@ def test_parameters_of_two_wrappers_that_change_places(use_orig_params):
     def members():
         first.weight, second.weight = second.weight, first.weight
 
+    def aliases():
+        kept = nn.Parameter(first.weight.data)
+        first.weight = nn.Parameter(second.weight.detach())
+        second.weight = kept
+
     def registered():
         first.weight, second.weight = second._parameters["weight"], first._parameters["weight"]
 
@@ -72,7 +77,7 @@ def test_parameters_of_two_wrappers_that_change_places(use_orig_params):
             return [layer._parameters["weight"].detach().clone() for layer in (first, second)]
 
     wanted = values()
-    for exchange in (members, registered, data):
+    for exchange in (members, aliases, registered, data):
         with FSDP.summon_full_params(model):
             exchange()
         wanted.reverse()

@@ -487,6 +487,11 @@ def test_summoned_parameters_that_change_places_are_written_back():
     def members():
         model[0].weight, model[1].weight = model[1].weight, model[0].weight
 
+    def aliases():
+        kept = nn.Parameter(model[0].weight.data)
+        model[0].weight = nn.Parameter(model[1].weight.detach())
+        model[1].weight = kept
+
     def registered():
         model[0].weight, model[1].weight = (model[i]._parameters["weight"] for i in (1, 0))
 
@@ -494,7 +499,7 @@ def test_summoned_parameters_that_change_places_are_written_back():
         a, b = (model[i]._parameters["weight"] for i in (0, 1))
         a.data, b.data = b.data, a.data
 
-    for exchange in (members, registered, data):
+    for exchange in (members, aliases, registered, data):
         with libfsdp.summon_full_params(model):
             exchange()
         first, second = second, first
