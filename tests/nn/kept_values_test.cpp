@@ -264,7 +264,7 @@ void exchange_data(at::Tensor first, at::Tensor second) {
 TEST_P(KeptValues, DataThatWholeParametersExchange) {
   on_threads(GetParam(), [] {
     nn::Sequential model(filled(4, 4), nn::Linear(4, 4));
-    fully_shard(*model[0]); // also between units
+    fully_shard(*model[0]); // between units
     fully_shard(*model);
     const auto first = numbers({4, 4}), second = whole_at(*model, 2);
     for (const bool offload : {false, true}) {
