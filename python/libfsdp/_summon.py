@@ -21,6 +21,7 @@ class Whole(NamedTuple):
     tensor: torch.Tensor
     sharded: Sharded
 
+
 @contextmanager
 def summoned(
     places: list[tuple[str, nn.Module, str]],
@@ -29,12 +30,11 @@ def summoned(
     rank0_only: bool,
     offload_to_cpu: bool,
     with_grads: bool,
-    wholes_of_all: dict[Slot, Whole] | None = None,
-) -> Iterator[None]:
-    """``places``: a path, a module and the name of a sharded parameter there. ``only``: of this unit. ``wholes_of_all``:
-    gets what is shown, for who ends several guards and takes what was assigned in them before."""
+) -> Iterator[dict[Slot, Whole]]:
+    """``places``: a path, a module and the name of a sharded parameter there. ``only``: of this unit. What users assign
+    there is taken by who makes the guard, before it ends and before others of the same wholes do."""
     slots, shown = [], []
-    given: dict[Slot, Whole] = {} if wholes_of_all is None else wholes_of_all
+    given: dict[Slot, Whole] = {}
     for path, owner, name in places:
         registered = Registered.of(owner)
         if name in registered.hidden:
@@ -48,18 +48,14 @@ def summoned(
     for owner, name, sharded in shown:
         sharded.show_handle_in(owner, name)
     try:
-        yield
+        yield given
     finally:
         try:
-            if writeback and wholes_of_all is None:
-                take_assigned(given)
+            wholes.end()
         finally:
-            try:
-                wholes.end()
-            finally:
-                for owner, name, sharded in shown:
-                    sharded.show_handle_in(owner, name)
-                    sharded.enter(owner, name)
+            for owner, name, sharded in shown:
+                sharded.show_handle_in(owner, name)
+                sharded.enter(owner, name)
 
 
 def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tensor: torch.Tensor) -> None:

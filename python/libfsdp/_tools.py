@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from . import _C
 from ._registered import Registered, sharded_behind
 from ._sharded import local_of, shard_of
 from ._state import state_of, states_below
-from ._summon import summoned
+from ._summon import summoned, take_assigned
 from ._units import named_slots
 
 
@@ -94,7 +94,10 @@ def summon_full_params(
         if _C.belongs_to_unit(local_of(parameter)) and (recurse or state is not None)
     ]
     only = None if recurse or state is None else state.unit
-    with summoned(places, only, writeback, rank0_only, offload_to_cpu, with_grads):
+    with ExitStack() as stack:
+        wholes = stack.enter_context(summoned(places, only, writeback, rank0_only, offload_to_cpu, with_grads))
+        if writeback:
+            stack.callback(take_assigned, wholes)
         yield
 
 

@@ -71,8 +71,8 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
         whole.numel());
     check_cut(cut, i, size, label);
     check_follows(args.cuts, i, label);
-    check_contiguous(whole, label);
-    check_contiguous(slice, label);
+    check_plain_memory(whole, label);
+    check_plain_memory(slice, label);
     FSDP_CHECK(
         slice.numel() == cut.length(rank),
         "[{}] expected a slice of {} elements for tensor {}, got {}",
@@ -92,14 +92,14 @@ void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const L
 }
 
 void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label) {
-  check_contiguous(tensor, label);
+  check_plain_memory(tensor, label);
   FSDP_CHECK(
       op == ReduceOp::kSum || !tensor.is_complex(),
       "[{}] complex numbers have no order; reduce them by sum",
       label.operation);
 }
 
-void check_contiguous(const at::Tensor& tensor, const Label& label) {
+void check_plain_memory(const at::Tensor& tensor, const Label& label) {
   FSDP_CHECK(
       tensor.layout() == c10::kStrided,
       "[{}] expected a dense tensor, got one of layout {}; call to_dense()",

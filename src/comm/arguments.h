@@ -11,7 +11,8 @@ namespace fsdp {
 void check_pieces(const std::vector<Piece>& pieces, int size, const Label& label);
 void check_reduce_scatter(const ReduceScatter& args, int rank, int size, const Label& label);
 void check_all_reduce(const at::Tensor& tensor, ReduceOp op, const Label& label);
-void check_contiguous(const at::Tensor& tensor, const Label& label);
+/// Its memory has its values, one after another.
+void check_plain_memory(const at::Tensor& tensor, const Label& label);
 void check_on_cpu(const at::Tensor& tensor, const Label& label);
 void check_root(int root, int size, const Label& label);
 

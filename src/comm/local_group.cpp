@@ -93,7 +93,7 @@ class LocalGroup final : public Group {
     return std::make_unique<Queued>(tensor.device());
   }
   void broadcast(at::Tensor tensor, int root, const Label& label) override {
-    check_contiguous(tensor, label);
+    check_plain_memory(tensor, label);
     check_root(root, /*size=*/1, label);
   }
   void barrier(const Label&) override {}

@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <exception>
 
-#include <ATen/ops/empty_strided.h>
-
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/format.h"
@@ -299,90 +297,6 @@ void Unit::release(Bucket& bucket) {
   uses_.join();
   const StreamGuard on_stream(gathers);
   bucket.release();
-}
-
-void Unit::make_private(Bucket& bucket) {
-  TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
-  if (on_streams_) {
-    uses_.block(current_stream(device_));
-  }
-  bucket.make_private();
-  note_arrival();
-  group_users::end_reading(*bucket.gather_group, *this); // it has memory of its own now
-}
-
-std::vector<std::vector<at::Tensor>> Unit::put_together(c10::Device target, const char* operation) {
-  settle_replaced_shards();
-  check_materialized();
-  runtime_->order_gather();
-  wait_stream(current_stream(device_), runtime_->gather_stream());
-  std::vector<std::vector<at::Tensor>> wholes;
-  for (const auto& bucket : buckets_) {
-    wholes.push_back(bucket->put_together(target, label(operation)));
-  }
-  return wholes;
-}
-
-void Unit::unshard_as_stored(c10::Device device, bool show) {
-  for (const auto& bucket : buckets_) {
-    bucket->check_writable();
-  }
-  auto copies = put_together(device, "summon_full_params");
-  if (is_private()) {
-    return;
-  }
-  reshard(); // also where nothing is shown: what one rank gathers next, all gather
-  if (!show) {
-    return;
-  }
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    buckets_[i]->make_private(std::move(copies[i]));
-    buckets_[i]->expect_writes();
-  }
-  state_ = UnitState::kWhole;
-  note_arrival();
-  runtime_->unit_changed(*this, EventKind::kUnshard);
-  runtime_->unit_changed(*this, EventKind::kWait);
-}
-
-bool Unit::is_private() const {
-  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) { return bucket->is_private(); });
-}
-
-void Unit::write_back(const Param& param) {
-  if (!param.bucket().is_private()) {
-    return;
-  }
-  runtime_->shards_change();
-  try {
-    param.bucket().write_back(*this, param);
-  } catch (...) { // nobody is to read what the shards do not have
-    discard_private();
-    throw;
-  }
-}
-
-at::Tensor Unit::private_copy(const Param& param) const {
-  return param.bucket().private_copy(param);
-}
-
-void Unit::go_on_with(Param& param, const at::Tensor& data) {
-  const bool has_values =
-      data.layout() == c10::kStrided && !data.is_meta(); // else the guard's end says what it expects
-  if (param.bucket().is_private() && has_values && data.sizes() == param.layout().sizes()) {
-    if (on_streams_) {
-      uses_.block(current_stream(device_));
-    }
-    param.bucket().replace_private_copy(param, data.detach());
-    note_arrival();
-  }
-}
-
-void Unit::discard_private() {
-  for (auto& bucket : buckets_) {
-    bucket->release();
-  }
-  reshard();
 }
 
 void Unit::before_shard_write(Param& param) {

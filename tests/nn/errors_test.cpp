@@ -479,6 +479,18 @@ TEST(Errors, CollectivesThatAreNone) {
       {"[set_custom_reduce_scatter] the function is empty"});
 }
 
+TEST(Errors, OtherGathersOfWhatIsShownWhole) {
+  expect_error(
+      2,
+      [] {
+        nn::Linear model(4, 4);
+        auto unit = fully_shard(*model);
+        const auto whole = summon_full_params(*model);
+        unit.set_custom_all_gather([](at::Tensor&, const at::Tensor&, Group&) {});
+      },
+      {"[set_custom_all_gather] the parameters of '(root)' are shown whole by summon_full_params", "after that guard"});
+}
+
 TEST(Errors, ACloneOfAPlainModule) {
   expect_error(
       1,

@@ -291,6 +291,36 @@ TEST(OnStreams, AParameterWrittenAfterItWasReadOnAnotherStream) {
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
 
+/// Who uses it on another stream, or writes it back, comes after.
+TEST(OnStreams, DataGivenToAWholeParameterOnAnotherStream) {
+  for (const bool used : {false, true}) {
+    queued_device::detector().begin_test();
+    on_devices({2}, [&](const Mesh& mesh) {
+      const torch::NoGradGuard no_grad;
+      auto layers = sharded_layers({.mesh = mesh});
+      const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+      auto* layer = layers[0]->as<torch::nn::Linear>();
+      const auto x = torch::ones({2, 6}, torch::TensorOptions().device(mesh.device()));
+      for (int step = 0; step < 2; ++step) {
+        auto whole = summon_full_params(*layers);
+        layer->forward(x);
+        wait_stream(beside, here);
+        {
+          const StreamGuard guard(beside);
+          at::Tensor weight = layers->parameters()[0];
+          weight.set_data(torch::full_like(weight, step));
+        }
+        if (used) {
+          EXPECT_TRUE(torch::equal(layer->weight.cpu(), torch::full({6, 6}, step)));
+        }
+        whole.end();
+        layer->forward(x);
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
 /// Autograd runs the backward of what was recorded on a stream on that stream.
 TEST(OnStreams, GradientsOfOneUnitFromTwoStreams) {
   for (const bool bf16 : {false, true}) {

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from .. import _C
 from .._registered import Registered, remember
 from .._sharded import OnTheWhole, Sharded
-from .._summon import Slot, Whole, take_assigned
+from .._summon import Slot, Whole
 from .device import Place
 from .plain import Calls
 from .state import WrapperState
@@ -189,24 +189,17 @@ def summoned(
     writeback: bool,
     rank0_only: bool,
     offload_to_cpu: bool,
-    wholes_of_all: dict[Slot, Whole] | None = None,
-) -> Iterator[None]:
-    """Whole parameters of this unit are in the places, on the ranks that are to have them. ``wholes_of_all``: as in
+) -> Iterator[dict[Slot, Whole]]:
+    """Whole parameters of this unit are in the places, on the ranks that are to have them. What users assign there: as in
     ``_summon.summoned``."""
     wholes: dict[Slot, Whole] = {}
     slots = [(path, part.handle, _keeper(wholes, owner, name, part)) for path, owner, name, part in places]
     guard = _C.Summoned(slots, state.unit, writeback, rank0_only, offload_to_cpu, False)
-    if wholes_of_all is not None:
-        wholes_of_all.update(wholes)
     with shown(state, [place for place in places if place[1:3] in wholes], lambda slot: wholes[slot].tensor):
         try:
-            yield
+            yield wholes
         finally:
-            try:
-                if writeback and wholes_of_all is None:
-                    take_assigned(wholes)
-            finally:
-                guard.end()
+            guard.end()
 
 
 def _keeper(

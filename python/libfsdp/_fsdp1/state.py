@@ -9,6 +9,7 @@ from torch.distributed.fsdp import MixedPrecision
 from .. import _C
 from .._policy import MixedPrecisionPolicy
 from .._state import FSDPState, state_of
+from .._summon import Slot, Whole, take_assigned
 from .device import Place
 from .plain import Calls
 
@@ -24,9 +25,9 @@ class WrapperState(FSDPState):
         self.calls = calls
         self._loading = contextlib.ExitStack()
 
-    def begin_loading(self, wholes: contextlib.AbstractContextManager[None]) -> None:
-        """They are in the places of parameters until the end."""
-        self._loading.enter_context(wholes)
+    def begin_loading(self, guard: contextlib.AbstractContextManager[dict[Slot, Whole]]) -> None:
+        """Its whole parameters are in the places of parameters until the end."""
+        self._loading.callback(take_assigned, self._loading.enter_context(guard))
 
     def end_loading(self) -> None:
         """Also of what an exception has broken off."""

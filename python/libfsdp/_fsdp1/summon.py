@@ -32,11 +32,12 @@ def summon(
     with_grads: bool = False,
 ) -> Iterator[None]:
     instances = instances_below(module) if recurse else [module] if is_wrapper(module) else []
-    wholes: dict[Slot, Whole] = {}  # what is written back, of all: they may be exchanged
+    wholes: dict[Slot, Whole] = {}  # of all: users may exchange them
     with contextlib.ExitStack() as stack:
         for instance in instances:
             _check(instance, writeback, rank0_only, offload_to_cpu, with_grads)
-            stack.enter_context(_summon_own(instance, writeback, rank0_only, offload_to_cpu, with_grads, wholes))
+            own = _summon_own(instance, writeback, rank0_only, offload_to_cpu, with_grads)
+            wholes.update(stack.enter_context(own))
         stack.callback(take_assigned, wholes)
         yield
 
@@ -48,20 +49,20 @@ def _summon_own(
     rank0_only: bool,
     offload_to_cpu: bool,
     with_grads: bool,
-    wholes: dict[Slot, Whole],
-) -> Iterator[None]:
+) -> Iterator[dict[Slot, Whole]]:
+    """Shows which whole parameters are written back."""
     state = instance._fsdp_state
     state.heed()
     is_copied = instance.cpu_offload.offload_params and instance.compute_device.type != "cpu"  # from the host to the device
     shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not is_copied
     writeback = (writeback or (shows_itself and not offload_to_cpu)) and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
-    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads, wholes if writeback else {}):
+    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads) as wholes:
         instance._summoned = True
         for part in given:
             part.grad = None
         try:
-            yield
+            yield wholes if writeback else {}
         finally:
             instance._summoned = False
 
@@ -72,15 +73,15 @@ def wholes_of(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-    wholes_of_all: dict[Slot, Whole] | None = None,
-) -> contextlib.AbstractContextManager[None]:
-    """In the places of its own parameters, on the ranks that are to have them. ``wholes_of_all``: as in ``summoned``."""
+) -> contextlib.AbstractContextManager[dict[Slot, Whole]]:
+    """In the places of its own parameters, on the ranks that are to have them. What users assign there: as in
+    ``summoned``."""
     state = instance._fsdp_state
     _C.check_may_summon([state.unit], writeback)
     if isinstance(state, FlatState):
-        return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu, wholes_of_all)
+        return flat.summoned(state, list(own_params(instance)), writeback, rank0_only, offload_to_cpu)
     places = [(path, owner, name) for path, owner, name, _ in own_params(instance)]
-    return summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads, wholes_of_all)
+    return summoned(places, state.unit, writeback, rank0_only, offload_to_cpu, with_grads)
 
 
 def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:

@@ -164,14 +164,14 @@ std::unique_ptr<Work> C10dGroup::reduce_scatter(ReduceScatter args, const Label&
 
 std::unique_ptr<Work> C10dGroup::all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
   announce_write(tensor);
-  check_contiguous(tensor, label);
+  check_plain_memory(tensor, label);
   return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
 }
 
 void C10dGroup::broadcast(at::Tensor tensor, int root, const Label& label) {
   announce_write(tensor);
   check_root(root, size(), label);
-  check_contiguous(tensor, label);
+  check_plain_memory(tensor, label);
   if (tensor.numel() == 0) {
     return;
   }

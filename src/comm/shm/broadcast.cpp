@@ -23,7 +23,7 @@ void fetch(const Core& core, const at::Tensor& tensor, int root, uint64_t number
 
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label) {
   const Members& members = *core->members;
-  check_contiguous(tensor, label);
+  check_plain_memory(tensor, label);
   check_on_cpu(tensor, label);
   check_root(root, members.size(), label);
   Collectives& collectives = core->collectives;

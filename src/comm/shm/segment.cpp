@@ -13,6 +13,8 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <c10/util/Exception.h>
+
 #include "base/check.h"
 #include "base/format.h"
 #include "comm/shm/left_behind.h"
