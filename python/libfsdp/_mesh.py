@@ -1,8 +1,10 @@
 """DeviceMesh as the engine sees it."""
 
 import atexit
+import contextlib
 import functools
 import os
+import pathlib
 import time
 import weakref
 
@@ -84,7 +86,25 @@ def _let_gloo_finish_at_exit() -> None:
     One that asks for the lock when Python has begun to end aborts the process, and ``destroy_process_group()`` does not
     end these threads where PyTorch still holds a mesh of ``DTensor``s.
     """
-    atexit.register(time.sleep, 0.1)
+    atexit.register(_let_gloo_finish)
+
+
+def _let_gloo_finish() -> None:
+    """Longer while a thread of Gloo's has work and waits for a core. One that waits for Python's lock gets it meanwhile."""
+    time.sleep(0.1)
+    deadline = time.monotonic() + 5
+    idle = 0
+    while idle < 2 and time.monotonic() < deadline:
+        idle = 0 if _gloo_is_at_work() else idle + 1
+        time.sleep(0.01)
+
+
+def _gloo_is_at_work() -> bool:
+    for thread in pathlib.Path("/proc/self/task").glob("*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            if "(pt_gloo_runloop) R" in thread.read_text():
+                return True
+    return False
 
 
 @functools.cache

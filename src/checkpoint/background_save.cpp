@@ -195,7 +195,7 @@ void BackgroundSave::end() {
 
 bool BackgroundSave::has_ended() const {
   const std::lock_guard lock(mutex_);
-  return has_ended_;
+  return has_ended_ || is_settled_; // the thread has nothing left to do
 }
 
 std::string BackgroundSave::result() {
@@ -326,7 +326,8 @@ void BackgroundSave::wait_for_all() {
 void BackgroundSave::expect_settled(const std::string& run, const char* operation) {
   for (const auto& save : last_saves().all()) {
     const std::lock_guard lock(save->mutex_);
-    const bool may_write = !save->has_ended_ && save->rank_of_job_ == log::rank() && save->process_ == getpid();
+    const bool has_ended = save->has_ended_ || save->is_settled_;
+    const bool may_write = !has_ended && save->rank_of_job_ == log::rank() && save->process_ == getpid();
     FSDP_CHECK(
         !may_write || !save->save_.is_into(run),
         "[{}] {} is being written into by save_async, for another group of ranks or model: wait() for that first",

@@ -145,9 +145,10 @@ void tell_why(const Launch& launch, const StorePtr& store, const std::string& re
   }
 }
 
-/// Why the ranks will not meet, if that is known already.
+/// Why the ranks will not meet, if that is known already. Who gives up says why before it ends: asked for last.
 std::string failure(Store& store, int64_t witness) {
-  return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : deaths(store, witness);
+  const auto died = deaths(store, witness);
+  return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : died;
 }
 
 } // namespace

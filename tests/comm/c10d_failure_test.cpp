@@ -78,11 +78,11 @@ TEST_F(C10dFailure, SoDoesTheRankThatServesTheStore) {
 }
 
 TEST_F(C10dFailure, AStoppedRankEndsTheOthersAfterTheTimeout) {
-  lose({.rank = 1, .signal = SIGSTOP, .timeout = milliseconds(2000)});
+  lose({.rank = 1, .signal = SIGSTOP, .timeout = seconds(4)});
 }
 
 TEST_F(C10dFailure, AStoppedStoreHangsNobody) {
-  lose({.rank = 0, .signal = SIGSTOP, .timeout = milliseconds(2000)});
+  lose({.rank = 0, .signal = SIGSTOP, .timeout = seconds(4)});
 }
 
 // As a write to the connection of a rank that has died.
@@ -101,9 +101,9 @@ TEST_F(C10dFailure, WhoIsMissingIsNamed) {
   on_processes(3, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous, launch, milliseconds(2000));
+    const auto group = gloo_group(rendezvous, launch, seconds(4));
     if (launch.rank == 2) {
-      std::this_thread::sleep_for(seconds(5));
+      std::this_thread::sleep_for(seconds(9));
     } else {
       const std::string message = error_message([&] { group->barrier({"barrier", "epoch 3"}); });
       EXPECT_TRUE(contains(message, "rank 2 has not been seen at it")) << process_rank();
@@ -139,7 +139,7 @@ TEST_F(C10dFailure, ARankThatDiesWhileTheGroupIsMadeIsAnErrorOnAll) {
     if (launch.rank == 1) {
       std::raise(SIGKILL);
     }
-    const std::string message = error_message<CommError>([&] { gloo_group(rendezvous, launch, milliseconds(2000)); });
+    const std::string message = error_message<CommError>([&] { gloo_group(rendezvous, launch, seconds(4)); });
     EXPECT_TRUE(contains(message, "could not make the gloo group"));
     rendezvous.leave(seconds(2));
   };
@@ -172,7 +172,7 @@ TEST_F(C10dFailure, AStoreThatStopsInASplitHangsNobody) {
   const auto body = [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, seconds(60));
-    const auto group = gloo_group(rendezvous, launch, milliseconds(2000));
+    const auto group = gloo_group(rendezvous, launch, seconds(4));
     group->barrier({"barrier", ""});
     if (launch.rank == 0) {
       raise(SIGSTOP);

@@ -439,13 +439,13 @@ TEST_P(Conformance, ExchangeTakesBytesOfAnyLength) {
 TEST_P(Conformance, BarrierWaitsForAll) {
   run([](const GroupPointer& group) {
     for (int slow = 0; slow < group->size(); ++slow) {
-      group->barrier(kTest);
       const auto start = std::chrono::steady_clock::now();
+      group->barrier(kTest); // who is woken from it late may find the slow one at the next
       if (group->rank() == slow) {
         std::this_thread::sleep_for(std::chrono::milliseconds(60));
       }
       group->barrier(kTest);
-      EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(30));
+      EXPECT_GE(std::chrono::steady_clock::now() - start, std::chrono::milliseconds(60));
     }
   });
 }
@@ -513,7 +513,7 @@ TEST_P(Conformance, WaitingHasAnEnd) {
   if (GetParam().ranks < 2) {
     GTEST_SKIP() << "nobody to wait for";
   }
-  const auto timeout = std::chrono::milliseconds(1000);
+  const auto timeout = std::chrono::milliseconds(2000); // also for the making of the group
   run(
       [&](const GroupPointer& group) {
         if (group->rank() == 1) { // does not come in time

@@ -256,7 +256,7 @@ TEST(Init, LeavesInOrderAtExit) {
     init();
     barrier();
     if (process_rank() == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(500)); // of the two seconds for which it is waited
+      std::this_thread::sleep_for(std::chrono::milliseconds(100)); // of the two seconds for which it is waited
       c10d::TCPStoreOptions options;
       options.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
       options.waitWorkers = false;

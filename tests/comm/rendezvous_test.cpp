@@ -129,15 +129,23 @@ TEST(Rendezvous, AMutePortIsAnError) {
   });
 }
 
+void await_stop(const std::string& process) {
+  std::string state;
+  while (state.find(") T ") == std::string::npos) {
+    std::this_thread::sleep_for(milliseconds(10));
+    std::getline(std::ifstream("/proc/" + process + "/stat"), state);
+  }
+}
+
 TEST(Rendezvous, ARankThatStopsWhileItServesIsAnError) {
   const auto body = [] {
     if (process_rank() == 0) {
       const auto store = open_store(launch_of(0, 2).port, /*serve=*/true);
-      FileExchange(process_folder(), 0, 2)("");
+      FileExchange(process_folder(), 0, 2)(std::to_string(getpid()));
       std::raise(SIGSTOP);
       return;
     }
-    FileExchange(process_folder(), 1, 2)("");
+    await_stop(FileExchange(process_folder(), 1, 2)("")[0]);
     const std::string message = error_message<CommError>([&] { Rendezvous(launch_of(1, 2), milliseconds(2000)); });
     EXPECT_TRUE(contains(message, "does not answer")) << message;
   };
@@ -276,6 +284,7 @@ TEST(Rendezvous, WhoServesItStaysUntilAllRanksKnow) {
     }
     rendezvous.conclude();
     EXPECT_TRUE(process_rank() != 0 || std::filesystem::exists(process_folder() / "known"));
+    FileExchange(process_folder(), process_rank(), 3)(""); // so that nobody is found dead
     rendezvous.leave(seconds(10));
   });
 }
@@ -317,10 +326,12 @@ TEST(Rendezvous, APortOfAnEarlierStartIsNotWaitedFor) {
     Launch launch = launch_of(process_rank(), 2);
     launch.port = 0;
     launch.job = process_folder().string();
+    if (process_rank() == 1) {
+      publish_port(launch.job, /*port=*/1);
+    }
+    FileExchange(process_folder(), process_rank(), 2)("");
     if (process_rank() == 0) {
       std::this_thread::sleep_for(milliseconds(500));
-    } else {
-      publish_port(launch.job, /*port=*/1);
     }
     Rendezvous rendezvous(launch, seconds(60));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);

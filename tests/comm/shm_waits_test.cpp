@@ -20,16 +20,16 @@ double seconds_of_work() {
 
 // Ranks may outnumber the cores: who waits for long must leave them to those who work.
 void expect_sleep(const GroupPointer& group, const std::function<void(Group&)>& meet) {
+  const auto begun = std::chrono::steady_clock::now();
   group->barrier(kTest);
   if (group->rank() == 0) {
     std::this_thread::sleep_for(std::chrono::seconds(1));
   }
   const double before = seconds_of_work();
-  const auto begun = std::chrono::steady_clock::now();
   meet(*group);
   const auto waited = std::chrono::steady_clock::now() - begun;
   if (group->rank() != 0) {
-    EXPECT_GT(waited, std::chrono::milliseconds(800)) << "it did not wait at all";
+    EXPECT_GE(waited, std::chrono::seconds(1)) << "it did not wait at all";
     EXPECT_LT(seconds_of_work() - before, 0.3);
   }
 }

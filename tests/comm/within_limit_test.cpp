@@ -39,7 +39,7 @@ TEST_F(BackgroundDeathTest, WorkEndsBeforeTheProcessTakesItsThingsDown) {
   EXPECT_EXIT(
       {
         in_background([] {
-          std::this_thread::sleep_for(milliseconds(200));
+          std::this_thread::sleep_for(milliseconds(20));
           std::fputs("finished", stderr);
         });
         std::exit(0);

@@ -76,11 +76,11 @@ class SmallExamples(unittest.TestCase):
 
     def test_multi_host(self):
         """Two hosts with two ranks each, as two launchers would start them."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        ranks = [self.start_rank(rank, port) for rank in range(4)]
-        outputs = [rank.communicate(timeout=support.PATIENCE) for rank in ranks]
+        with socket.socket() as reserved:  # others who ask for a free port get another one
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.bind(("127.0.0.1", 0))
+            ranks = [self.start_rank(rank, reserved.getsockname()[1]) for rank in range(4)]
+            outputs = [rank.communicate(timeout=support.PATIENCE) for rank in ranks]
         self.assertEqual([rank.returncode for rank in ranks], [0] * 4, outputs)
         self.assert_learned(outputs[0][0])
         for rank, (output, _) in enumerate(outputs):

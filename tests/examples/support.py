@@ -10,8 +10,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FSDP_BIN", ROOT / "build" / "bin"))
 LAUNCH = ROOT / "scripts" / "launch"
 PATIENCE = 300  # seconds, with programs on a machine that does much else
-# Of LibTorch, to a rank that others come to late.
-SLOW_START = re.compile(r"\[W[^\]]*socket\.cpp:\d+\].*?(?=^\[[WE]|\Z)", re.S | re.M)
+# Of LibTorch, to a rank that others come to late, or that is the last to leave.
+SLOW_RANKS = re.compile(r"\[W[^\]]*(?:socket|TCPStore)\.cpp:\d+\].*?(?=^\[[WE]|\Z)", re.S | re.M)
 sys.path.append(str(ROOT / "tests" / "scripts"))
 
 import results  # noqa: E402

@@ -82,7 +82,7 @@ INSTANTIATE_TEST_SUITE_P(
     [](const ::testing::TestParamInfo<Combination>& info) { return name_of(info.param); });
 
 TEST(FlatCombinationsOverGloo, TrainAsUnsharded) {
-  on_processes(2, [] {
+  const auto body = [] {
     init({.backend = "gloo", .device = "cpu"});
     for (const auto& combination : all_combinations()) {
       if (!combination.hybrid) {
@@ -93,7 +93,8 @@ TEST(FlatCombinationsOverGloo, TrainAsUnsharded) {
       }
     }
     shutdown();
-  });
+  };
+  on_processes(2, body, {.timeout = std::chrono::minutes(8)});
 }
 
 class FlatUnits : public ::testing::TestWithParam<int> {};

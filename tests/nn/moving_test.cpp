@@ -156,11 +156,12 @@ TEST_P(Moving, RecurrentModulesTrainOn) {
 }
 
 TEST(Moving, RecurrentModulesTrainOnOverGloo) {
-  on_processes(2, [] {
+  const auto body = [] {
     init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(60)});
     expect_recurrent_modules_to_train_on([] { return FullyShardOptions{}; });
     shutdown();
-  });
+  };
+  on_processes(2, body, {.timeout = std::chrono::minutes(8)});
 }
 
 // Shards are as large as the wholes: what takes them for the members trains each replica alone.

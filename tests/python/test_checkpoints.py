@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import libfsdp
 from checkpoint_runs import FORMS, Odd, Run, check_same
-from harness import on_ranks
+from harness import TIMEOUT, on_ranks
 from libfsdp import FullyShardedDataParallel, fully_shard
 from subjects import loss_of, rows, seeded, whole
 
@@ -288,7 +288,7 @@ def test_a_run_that_python_begins_goes_on_in_cpp_and_back(tmp_path):
         env={**os.environ, "FSDP_TEST_FROM": paths[0], "FSDP_TEST_TO": paths[1]},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIMEOUT,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     run_on_ranks(goes_on, 2, begin=4, end=6, path=paths[1], to=paths[2])

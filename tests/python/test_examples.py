@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from harness import run_program
+from harness import TIMEOUT, run_program
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "python"
@@ -18,7 +18,7 @@ EXAMPLES = ROOT / "examples" / "python"
 def torchrun(script, ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
-        [*command, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=120,
+        [*command, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=TIMEOUT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -54,7 +54,7 @@ def test_trainer_gives_the_losses_of_the_cpp_trainer(ranks, tmp_path):
     subprocess.run(
         [ROOT / "scripts" / "launch", "--ranks", str(ranks), trainer, *map(str, sizes), "--out", tmp_path / "out",
          "--sample", "0"],
-        check=True, capture_output=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        check=True, capture_output=True, timeout=TIMEOUT, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     lines = map(json.loads, (tmp_path / "out" / "metrics.jsonl").read_text().splitlines())
     expected = [line["loss"] for line in lines if line["event"] == "step"]

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import libfsdp
-from harness import on_ranks
+from harness import TIMEOUT, on_ranks
 from libfsdp import fully_shard
 from libfsdp._module import NOT_HERE
 from subjects import TORCH_IS_OLD, mine, mlp, rows, seeded, check_same, reference_backward
 
 
 def command(*arguments):
-    result = subprocess.run([sys.executable, "-m", "libfsdp", *arguments], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-m", "libfsdp", *arguments], capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -100,7 +100,7 @@ def test_an_installation_works_by_itself(tmp_path, monkeypatch):
         (package / "lib64").rename(package / "lib")  # where the wheel's build puts it
     shutil.copytree(pathlib.Path(__file__).parents[2] / "python" / "libfsdp", package, dirs_exist_ok=True)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", ALONE, str(tmp_path)], check=True, timeout=TIMEOUT)
 
 
 def test_exports():

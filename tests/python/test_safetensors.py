@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from harness import TIMEOUT
+
 safetensors = pytest.importorskip("safetensors.torch", reason="the package safetensors is not installed")
 
 
@@ -15,7 +17,7 @@ def run(program, test, from_path, to_path):
     """A test of a C++ program, which is one of these only: it reads one path and writes to another."""
     paths = {"FSDP_TEST_FROM": str(from_path), "FSDP_TEST_TO": str(to_path)}
     command = [os.path.join(os.environ["FSDP_TESTS"], program), f"--gtest_filter={test}.*", "--gtest_also_run_disabled_tests"]
-    result = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True, timeout=TIMEOUT)
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -8,6 +8,8 @@ import subprocess
 import pytest
 import torch
 
+from harness import TIMEOUT
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BIN = pathlib.Path(os.environ.get("FSDP_BIN", ""))
 TEXT = (ROOT / "LICENSE").read_bytes() * 3
@@ -22,7 +24,8 @@ pytestmark = pytest.mark.skipif(
 def run(ranks, *command):
     launcher = [ROOT / "scripts" / "launch", "--ranks", str(ranks)] if ranks > 1 else []
     return subprocess.run(
-        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=120, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        [*launcher, *map(str, command)], capture_output=True, text=True, timeout=TIMEOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
 
 
