@@ -1,5 +1,5 @@
-// Preloaded: Gloo's threads want a core that others have. Always before they ask for Python's lock; once GLOO_IS_LATE is
-// set, longer, and before any other lock too, and so between a collective's end and its tensors' release.
+// Preloaded: Gloo's threads want a core that others have. Always before they ask for Python's lock; once GLOO_IS_LATE
+// is set, longer, and before any other lock too, and so between a collective's end and its tensors' release.
 
 #include <dlfcn.h>
 #include <pthread.h>
