@@ -144,6 +144,8 @@ FSDP_API void copy_settings(const FSDPModule& from, const FSDPModule& to);
 
 /// Error if guards that are there already show parameters of these modules in a way that does not go with the options.
 FSDP_API void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOptions& options);
+/// By a guard, on this rank or another.
+FSDP_API bool is_summoned(const FSDPModule& module);
 
 /// As `summon_full_params(module)`, for the units of these slots; `only`, if it is not null, for that unit alone.
 [[nodiscard]] FSDP_API SummonedParams

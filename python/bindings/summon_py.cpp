@@ -44,6 +44,7 @@ void bind_summon(py::module_& m) {
       [](const std::vector<FSDPModule>& units, bool writeback) { check_may_summon(units, {.writeback = writeback}); },
       py::arg("units"),
       py::arg("writeback"));
+  m.def("is_summoned", &is_summoned, py::arg("unit"));
   py::class_<Summoned>(m, "Summoned")
       .def(
           py::init([](const std::vector<Summoned::PySlot>& slots,

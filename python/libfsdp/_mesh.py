@@ -102,7 +102,7 @@ def _let_gloo_finish() -> None:
 def _gloo_is_at_work() -> bool:
     for thread in pathlib.Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            if "(pt_gloo_runloop) R" in thread.read_text():
+            if b"(pt_gloo_runloop) R" in thread.read_bytes():
                 return True
     return False
 

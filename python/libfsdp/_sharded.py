@@ -129,6 +129,10 @@ class Sharded:
         """In the memory of a plain tensor, a parameter as the one that was sharded."""
         return whole
 
+    def plain_of(self, given: torch.Tensor, name: str) -> torch.Tensor:
+        """The other way round."""
+        return given
+
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         """What is registered from now on, of what users have put there."""
         raise NotImplementedError

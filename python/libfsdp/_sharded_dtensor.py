@@ -132,6 +132,18 @@ class DTensorSharded(Sharded):
             parameter.grad = self._around(whole.grad)
         return parameter
 
+    def plain_of(self, given: torch.Tensor, name: str) -> torch.Tensor:
+        """The other way round."""
+        if self.around is None:
+            return given
+        if not isinstance(given, DTensor) or (given.device_mesh, given.placements) != (self.around.mesh, self.around.placements):
+            raise ValueError(
+                f"summon_full_params: '{name}' is a DTensor on {self.around.mesh}, placed as {self.around.placements}, and "
+                f"{given.device_mesh if isinstance(given, DTensor) else 'a plain tensor'} was put in its place: give it a "
+                "DTensor that lies as it does"
+            )
+        return given._local_tensor
+
     def _accept(self, current: nn.Parameter, name: str) -> nn.Parameter:
         if current.shape != self.shape:
             raise ValueError(

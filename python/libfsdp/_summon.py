@@ -19,6 +19,7 @@ class Whole(NamedTuple):
     """What is shown in a slot, for which parameter: users may tie the slot to another one meanwhile."""
 
     tensor: torch.Tensor
+    plain: torch.Tensor  # itself, or what a DTensor is around: the engine shows it
     sharded: Sharded
 
 
@@ -50,6 +51,9 @@ def summoned(
     try:
         yield given
     finally:
+        for whole in given.values():
+            if whole.tensor.grad is None:
+                whole.plain.grad = None
         try:
             wholes.end()
         finally:
@@ -63,28 +67,27 @@ def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tenso
     tensor._is_param = True
     shown = registered.sharded[name].as_given(tensor)
     registered.exchange_quietly(name, shown)
-    if shown is tensor:
-        given[owner, name] = Whole(tensor, registered.sharded[name])
+    given[owner, name] = Whole(shown, tensor, registered.sharded[name])
 
 
 @torch.no_grad()
 def take_assigned(wholes: dict[Slot, Whole]) -> None:
     """What users have put in the places of wholes: their own, or another of these, as it is or as modules' code reads it."""
-    shown = {id(whole.sharded): whole.tensor for whole in wholes.values()}
+    shown = {id(whole.sharded): whole.plain for whole in wholes.values()}
     assigned = []
     for (owner, name), whole in wholes.items():
         current = owner._parameters.get(name)
         if current is None or current is whole.tensor:
             continue
         sharded = sharded_behind(current)
-        given = current if sharded is None else shown.get(id(sharded))
+        given = whole.sharded.plain_of(current, name) if sharded is None else shown.get(id(sharded))
         if given is None:
             raise ValueError(
                 f"summon_full_params: '{name}' was given a sharded parameter that is not shown whole here: give it a plain one "
                 "with its values, which its full_tensor() has"
             )
         data = given.detach()
-        assigned.append((whole.tensor, data.clone() if _C.belongs_to_unit(data) else data))
+        assigned.append((whole.plain, data.clone() if _C.belongs_to_unit(data) else data))
     for tensor, data in assigned:
         tensor.data = data
 

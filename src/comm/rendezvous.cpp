@@ -81,9 +81,13 @@ bool count_me(Store& store, const std::string& what, int size) {
   return is_last;
 }
 
-std::string missing(Store& store, const std::string& what, int size) {
+std::set<int> who_came(Store& store, const std::string& what) {
   std::istringstream text(store.get_to_str(who_key(what))); // this rank's number at least
-  const std::set<int> came{std::istream_iterator<int>(text), {}};
+  return {std::istream_iterator<int>(text), {}};
+}
+
+std::string missing(Store& store, const std::string& what, int size) {
+  const auto came = who_came(store, what);
   std::vector<int> ranks;
   for (int rank = 0; rank < size; ++rank) {
     if (came.count(rank) == 0) {
@@ -109,19 +113,23 @@ std::vector<int> dead_rank(Store& store, int64_t number) {
   return died ? std::vector<int>{rank} : std::vector<int>{};
 }
 
-/// Each watches the one before it, the first the last. Who finds a death looks at all.
-std::string deaths(Store& store, int64_t mine) {
+/// Each watches the one before it, the first the last. Who finds a death looks at all. Who has come may end.
+std::string deaths(Store& store, int64_t mine, const std::string& what) {
   const int64_t watched = mine > 0 ? mine - 1 : store.add(witnesses(), 0) - 1;
   if (watched == mine || dead_rank(store, watched).empty()) {
     return "";
   }
+  const auto came = who_came(store, what);
   std::vector<int> ranks;
   for (int64_t number = store.add(witnesses(), 0) - 1; number >= 0; --number) {
-    const auto dead = dead_rank(store, number);
-    ranks.insert(ranks.end(), dead.begin(), dead.end());
+    for (const int rank : dead_rank(store, number)) {
+      if (came.count(rank) == 0) {
+        ranks.push_back(rank);
+      }
+    }
   }
   std::sort(ranks.begin(), ranks.end());
-  return have(ranks) + " died";
+  return ranks.empty() ? "" : have(ranks) + " died";
 }
 
 /// So that the others do not find this rank dead, but know why. They look once in a slice, and would only see that the
@@ -146,8 +154,8 @@ void tell_why(const Launch& launch, const StorePtr& store, const std::string& re
 }
 
 /// Why the ranks will not meet, if that is known already. Who gives up says why before it ends: asked for last.
-std::string failure(Store& store, int64_t witness) {
-  const auto died = deaths(store, witness);
+std::string failure(Store& store, int64_t witness, const std::string& what) {
+  const auto died = deaths(store, witness, what);
   return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : died;
 }
 
@@ -209,7 +217,8 @@ void Rendezvous::come_to(const Round& round) {
 void Rendezvous::await_all(const Round& round) {
   const auto end = Clock::now() + limit();
   while (!all_came(round, std::min(kSlice, limit()))) {
-    const auto failed = ask<std::string>([store = store_, witness = witness_] { return failure(*store, witness); });
+    const auto failed = ask<std::string>(
+        [store = store_, witness = witness_, what = round.key] { return failure(*store, witness, what); });
     if (!failed.empty() && !all_came(round, kAtOnce)) {
       fail(failed);
     }

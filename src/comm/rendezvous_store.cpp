@@ -46,9 +46,6 @@ StorePtr serve(const Launch& launch, c10d::TCPStoreOptions options) {
   }
   const auto store = open_tcp(launch, options);
   store->set(kJob, launch.job);
-  if (launch.port == 0) {
-    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
-  }
   return store;
 }
 
@@ -147,6 +144,9 @@ StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   StorePtr& store = (*open)[phrase("{}:{}:{}", launch.address, launch.port, launch.rank)];
   if (!store) {
     store = open_store(launch, timeout);
+  }
+  if (serves_rendezvous(launch) && launch.port == 0) { // anew where ranks could not meet, and the port was withdrawn
+    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
   }
   store->setTimeout(timeout);
   return store;

@@ -45,6 +45,7 @@ struct SummonedParams::Impl {
     at::Tensor tensor;
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
     int64_t version = version_of(tensor);
+    bool with_gradient = false;
 
     bool has_changed() const {
       const bool known = version >= 0 && tensor.storage().unsafeGetStorageImpl() == storage;
@@ -165,6 +166,7 @@ void SummonedParams::Impl::gather_gradients(const Unit& unit) {
     if (auto found = wholes.find(param.get()); found != wholes.end() && gradient.defined()) {
       const engine::InternalScope scope;
       const at::Tensor& whole = found->second.tensor;
+      found->second.with_gradient = true;
       whole.mutable_grad() = gradient.to(whole.options().requires_grad(false));
     }
   }
@@ -202,8 +204,8 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
   if (shown.has_changed()) {
     param.values_change();
   }
-  if (auto gradient = param.shard_gradient(); options.with_grads && gradient.defined() && whole.grad().defined()) {
-    gradient.copy_(param.piece_of(whole.grad()));
+  if (auto gradient = param.shard_gradient(); shown.with_gradient && gradient.defined()) {
+    whole.grad().defined() ? gradient.copy_(param.piece_of(whole.grad())) : gradient.zero_(); // dropped in the guard
   }
 }
 
@@ -252,6 +254,10 @@ void SummonedParams::Impl::give_back(Unit& unit) {
   }
   if (unit.held == 0) {
     unit.is_private() && !writes ? unit.discard_private() : unit.reshard();
+  } else if (writes && unit.summoned_to_read > 0) { // which may end last, and drops what is written
+    for (const auto& param : unit.params()) {
+      unit.write_back(*param);
+    }
   }
 }
 
@@ -286,6 +292,10 @@ void check_may_summon(const std::vector<FSDPModule>& modules, const SummonOption
         "what is written within it: end that guard first, or read only, with writeback = false here too",
         unit.display_name());
   }
+}
+
+bool is_summoned(const FSDPModule& module) {
+  return module.unit()->summoned > 0;
 }
 
 SummonedParams summon_full_params(ModuleRef given, const SummonOptions& options) {

@@ -289,6 +289,44 @@ TEST(Rendezvous, WhoServesItStaysUntilAllRanksKnow) {
   });
 }
 
+// It has come to all meetings, and nobody waits for it any more.
+TEST(Rendezvous, ARankThatEndsEarlyIsNotFoundDead) {
+  on_processes(3, [] {
+    const int rank = process_rank();
+    if (rank == 1) { // is the last, which rank 0 watches, that is the first
+      std::this_thread::sleep_for(milliseconds(300));
+    }
+    Rendezvous rendezvous(launch_of(rank, 3), seconds(30));
+    rendezvous.exchange("x");
+    if (rank == 2) {
+      std::this_thread::sleep_for(milliseconds(2500)); // rank 0 has looked meanwhile
+    }
+    rendezvous.conclude();
+    if (rank != 1) {
+      rendezvous.leave(seconds(10));
+    }
+  });
+}
+
+// On the same host, where rank 0 takes a port and publishes it until all have come.
+TEST(Rendezvous, RanksThatRefusedAfterOneAnotherMeetNext) {
+  on_processes(2, [] {
+    Launch launch = launch_of(process_rank(), 2);
+    launch.port = 0;
+    launch.job = process_folder().string();
+    if (process_rank() == 0) {
+      refuse_to_meet(launch, seconds(60), "no device");
+    }
+    FileExchange(process_folder(), process_rank(), 2)("");
+    if (process_rank() == 1) {
+      refuse_to_meet(launch, seconds(60), "no device");
+    }
+    Rendezvous rendezvous(launch, seconds(60));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+    rendezvous.leave(seconds(10));
+  });
+}
+
 TEST(Rendezvous, TheOthersHearWhyOneGivesUp) {
   on_processes(3, [] {
     const int rank = process_rank();

@@ -255,6 +255,30 @@ TEST_P(KeptValues, OtherDataForAWholeParameter) {
   });
 }
 
+TEST_P(KeptValues, WritesAfterOtherDataWereGiven) {
+  on_threads(GetParam(), [] {
+    const torch::NoGradGuard no_grad;
+    auto model = filled(4, 4);
+    fully_shard(*model);
+    const auto given = numbers({4, 4}).t();
+    {
+      const auto guard = summon_full_params(*model);
+      auto weight = model->parameters()[0], bias = model->parameters()[1];
+      weight.set_data(given);
+      bias.set_data(torch::ones({4}, torch::kDouble));
+      weight.mul_(2);
+      bias.mul_(2);
+      EXPECT_TRUE(torch::equal(model->weight + 0, given * 2));
+      model->weight.add_(1);
+      model->bias.add_(1);
+      EXPECT_TRUE(torch::equal(weight, given * 2 + 1));
+    }
+    EXPECT_TRUE(torch::equal(whole_at(*model, 0), given * 2 + 1));
+    EXPECT_TRUE(torch::equal(whole_at(*model, 1), torch::full({4}, 3.0)));
+    EXPECT_TRUE(torch::equal(given, numbers({4, 4}).t()));
+  });
+}
+
 void exchange_data(at::Tensor first, at::Tensor second) {
   const at::Tensor former = first.variable_data();
   first.set_data(second.variable_data());

@@ -463,6 +463,38 @@ TEST_P(Summon, ToWriteWithinAGuardThatDropsWritesIsAnError) {
   });
 }
 
+TEST_P(Summon, AGradientThatIsDroppedThereIsGone) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(5, 3);
+    fully_shard(*model);
+    const auto backward = [&] { model->forward(torch::ones({2, 5})).sum().backward(); };
+    backward();
+    const auto gradient = sharded(model->parameters()[0]).full_grad();
+    {
+      const auto guard = summon_full_params(*model, {.with_grads = true});
+      model->zero_grad();
+    }
+    backward();
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[0]).full_grad(), gradient));
+  });
+}
+
+TEST_P(Summon, WhatAGuardWroteStaysWhereAnotherThatReadsEndsAfterIt) {
+  on_threads(GetParam(), [] {
+    const torch::NoGradGuard no_grad;
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    fully_shard(*model);
+    auto writes = summon_full_params(*model[0]);
+    auto reads = summon_full_params(*model, {.writeback = false});
+    model[0]->as<nn::Linear>()->weight.fill_(2);
+    writes.end();
+    model[1]->as<nn::Linear>()->weight.fill_(3);
+    reads.end();
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), torch::full({4, 4}, 2.0)));
+    EXPECT_FALSE(torch::equal(whole_of(*model, "1.weight"), torch::full({4, 4}, 3.0)));
+  });
+}
+
 TEST_P(Summon, ToWriteWithinAGuardThatWritesGoesOn) {
   on_threads(GetParam(), [] {
     nn::Sequential model(nn::Linear(5, 3));

@@ -179,6 +179,31 @@ def test_inside_summon_full_params():
     check_same_values(wholes, state_of(model, FULL))
 
 
+@on_ranks(2)
+def test_inside_summon_full_params_for_one_rank():
+    """Nobody waits for a rank that gathers nothing; those to which nothing is shown have their parts."""
+    model = seeded_with(FSDP, use_orig_params=True)
+    expected = state_of(model, FULL)
+    with type(model).summon_full_params(model, writeback=False, rank0_only=True):
+        state = state_of(model, FULL)
+        if dist.get_rank() == 0:
+            check_same_values(state, expected)
+        else:
+            with pytest.raises(ValueError, match="SHARDED_STATE_DICT has rows of whole parameters"):
+                state_of(model, SHARDED)
+    check_same_values(state_of(model, FULL), expected)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@on_ranks(2, comm=("shm",))
+def test_inside_summon_full_params_they_have_what_was_assigned(use_orig_params):
+    model = FSDP(seeded(lambda: nn.Linear(5, 3)), use_orig_params=use_orig_params)
+    with type(model).summon_full_params(model):
+        model.module.weight = nn.Parameter(torch.ones(3, 5))
+        assert (state_of(model, FULL)["weight"] == 1).all()
+    assert (state_of(model, FULL)["weight"] == 1).all()
+
+
 @pytest.mark.parametrize("with_mesh", [False, True])
 @on_ranks(2, 3, comm=("shm",))
 def test_distributed_checkpoints(with_mesh, folder=None):

@@ -225,6 +225,25 @@ def test_summoned_parameters_lie_as_before_sharding():
             p.grad.mul_(3)
     for p, q, gradient in zip(model.parameters(), unsharded.parameters(), gradients, strict=True):
         assert torch.equal(whole(p), whole(q) * 2) and torch.equal(whole(p.grad), gradient * 3)
+    with libfsdp.summon_full_params(model, with_grads=True):
+        model.zero_grad()
+    assert not any(whole(p.grad).any() for p in model.parameters())
+
+
+@on_ranks(4, comm=("shm",))
+def test_what_is_assigned_in_place_of_summoned_parameters_is_written_back():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, unsharded = fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["dp"]), tensor_parallel(mesh["tp"])
+    with libfsdp.summon_full_params(model), torch.no_grad():
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter * 2))
+    for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
+        assert torch.equal(whole(p), whole(q) * 2)
+    owner, shape = next((m, m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
+    with pytest.raises(ValueError, match="a plain tensor was put in its place: give it a DTensor"):
+        with libfsdp.summon_full_params(model):
+            owner.weight = nn.Parameter(torch.zeros(shape))
 
 
 @on_ranks(4)

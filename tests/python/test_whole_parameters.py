@@ -252,6 +252,21 @@ def test_to_write_within_a_guard_that_drops_writes_is_an_error():
 
 
 @on_ranks(2)
+def test_a_call_within_a_guard_after_an_assignment_loses_nothing():
+    model, x = shard_with(fully_shard, seeded(mlp)), mine(rows(0, 5))
+    with libfsdp.summon_full_params(model), torch.no_grad():
+        model[0].weight = nn.Parameter(torch.full_like(model[0]._parameters["weight"], 2.0))
+        former = model(x)
+        dict(model.named_parameters())["0.bias"].fill_(7)
+        assert not torch.equal(model(x), former)
+        model[0].bias.add_(1)
+    parameters = dict(model.named_parameters())
+    assert (whole(parameters["0.weight"]) == 2).all() and (whole(parameters["0.bias"]) == 8).all()
+    with torch.no_grad():
+        assert not torch.equal(model(x), former)
+
+
+@on_ranks(2)
 def test_ranks_that_are_shown_nothing_do_not_wait_for_one_that_is():
     model = shard_with(fully_shard, seeded(mlp))
     with libfsdp.summon_full_params(model, writeback=False, rank0_only=True):

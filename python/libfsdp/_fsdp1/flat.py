@@ -207,7 +207,7 @@ def _keeper(
 ) -> Callable[[torch.Tensor], None]:
     def keep(whole: torch.Tensor) -> None:
         whole._is_param = True
-        wholes[owner, name] = Whole(whole, part)
+        wholes[owner, name] = Whole(whole, whole, part)
 
     return keep
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import StateDictType
 
 from .. import _C
-from .._summon import exchanged
+from .._summon import Slot, exchanged
 from ._pytorch import FSDP_PREFIX, clean_tensor_name
 from .buffers import saved_dtype
 from .flat import FlatState, Part, shown
@@ -34,8 +34,11 @@ def wholes_in_places(wrapper: nn.Module) -> Iterator[None]:
     state = wrapper._fsdp_state
     are_hidden = isinstance(state, FlatState) and not wrapper._summoned
     places = [place for place in own_params(wrapper) if are_hidden or place[1]._parameters.get(place[2]) is not None]
-    wholes = _wholes(wrapper, [sharded for _, _, _, sharded in places])
-    at = {(owner, name): wholes[sharded] for _, owner, name, sharded in places}
+    if wrapper._summoned:
+        at = _copies(wrapper, places)
+    else:
+        wholes = _wholes(wrapper, [sharded for _, _, _, sharded in places])
+        at = {(owner, name): wholes[sharded] for _, owner, name, sharded in places}
     with shown(state, places, at.get) if are_hidden else exchanged(at):
         yield
 
@@ -88,16 +91,45 @@ def _is_in(wrapper: nn.Module, state_dict_type: StateDictType) -> bool:
 def _wholes(
     wrapper: nn.Module, sharded: Iterable[PlainSharded | Part]
 ) -> dict[PlainSharded | Part, torch.Tensor]:
-    """Copies, as parameters."""
+    """Copies, as parameters. Collective."""
+    own = list(dict.fromkeys(sharded))
+    wholes = _C.full_tensors([(each.handle, None) for each in own], _device_of_copies(wrapper))
+    return {each: nn.Parameter(whole, each.handle.requires_grad) for each, whole in zip(own, wholes, strict=True)}
+
+
+def _copies(
+    wrapper: nn.Module, places: Iterable[tuple[str, nn.Module, str, PlainSharded | Part]]
+) -> dict[Slot, torch.Tensor]:
+    """Of what a guard shows there, or users have assigned; on a rank to which it shows nothing, of its part."""
+    device, in_rows = _device_of_copies(wrapper), _is_in(wrapper, StateDictType.SHARDED_STATE_DICT)
+    copies: dict[int, torch.Tensor] = {}  # tied ones share theirs
+    at = {}
+    for path, owner, name, sharded in places:
+        tensor = _shown(owner, name, sharded)
+        if in_rows and tensor.shape != sharded.handle.shape:
+            raise ValueError(
+                f"SHARDED_STATE_DICT has rows of whole parameters, and '{path}' has shape {tuple(tensor.shape)} here instead of "
+                f"{tuple(sharded.handle.shape)}, as within summon_full_params(rank0_only=True): take it outside"
+            )
+        if id(tensor) not in copies:
+            copies[id(tensor)] = nn.Parameter(tensor.detach().to(device, copy=True), tensor.requires_grad)
+        at[owner, name] = copies[id(tensor)]
+    return at
+
+
+def _shown(owner: nn.Module, name: str, sharded: PlainSharded | Part) -> torch.Tensor:
+    """In this place; or in another one of the same parameter, where that is tied to one of another wrapper."""
+    here = owner._parameters[name]
+    if here is not sharded.parameter:
+        return here
+    others = [module._parameters.get(at) for reference, at in sharded.places if (module := reference()) is not None]
+    return next((other for other in others if other is not None and other is not here), here)
+
+
+def _device_of_copies(wrapper: nn.Module) -> torch.device:
     on_host = settings_in_use(wrapper).state_dict_config.offload_to_cpu
     on_host = on_host and not _is_in(wrapper, StateDictType.SHARDED_STATE_DICT)
-    device = torch.device("cpu") if on_host else wrapper.compute_device
-    own = list(dict.fromkeys(sharded))
-    if wrapper._summoned:
-        wholes = [each.handle.detach().to(device, copy=True) for each in own]
-    else:
-        wholes = _C.full_tensors([(each.handle, None) for each in own], device)
-    return {each: nn.Parameter(whole, each.handle.requires_grad) for each, whole in zip(own, wholes, strict=True)}
+    return torch.device("cpu") if on_host else wrapper.compute_device
 
 
 def _begin_loading(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, *arguments: Any) -> None:
