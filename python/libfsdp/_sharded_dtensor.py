@@ -136,11 +136,17 @@ class DTensorSharded(Sharded):
         """The other way round."""
         if self.around is None:
             return given
-        if not isinstance(given, DTensor) or (given.device_mesh, given.placements) != (self.around.mesh, self.around.placements):
+        mesh, placements = self.around.mesh, self.around.placements
+        if not isinstance(given, DTensor):
             raise ValueError(
-                f"summon_full_params: '{name}' is a DTensor on {self.around.mesh}, placed as {self.around.placements}, and "
-                f"{given.device_mesh if isinstance(given, DTensor) else 'a plain tensor'} was put in its place: give it a "
-                "DTensor that lies as it does"
+                f"summon_full_params: '{name}' is a DTensor, placed as {placements} on {mesh}, and a plain tensor was put in its "
+                "place: give it a DTensor that lies as it does"
+            )
+        if (given.shape, given.device_mesh, tuple(given.placements)) != (self.shape, mesh, tuple(placements)):
+            raise ValueError(
+                f"summon_full_params: '{name}' is a DTensor of shape {tuple(self.shape)}, placed as {placements} on {mesh}, and was "
+                f"given one of shape {tuple(given.shape)}, placed as {given.placements} on {given.device_mesh}: give it one that "
+                "lies as it does"
             )
         return given._local_tensor
 

@@ -119,8 +119,9 @@ class FSDPState(_C.ModuleState):
     def follow(self, called: nn.Module | None = None) -> None:
         """Takes over parameters that users have registered in place of sharded ones. ``called``: a call of that module
         is about to read them."""
-        if _C.is_summoned(self.unit):
-            return  # what is assigned there is taken at the guard's end
+        if _C.is_summoned(self.unit):  # what is assigned there is taken at the guard's end
+            _C.ModuleState.note_replacement()  # to be looked at again
+            return
         places = [(module, name) for reference, name in self.places if (module := reference()) is not None]
         for module, name in places:
             if module._parameters.get(name) is not None:

@@ -51,11 +51,11 @@ def summoned(
     try:
         yield given
     finally:
-        for whole in given.values():
-            if whole.tensor.grad is None:
-                whole.plain.grad = None
         try:
-            wholes.end()
+            try:
+                _take_gradients(given)
+            finally:
+                wholes.end()
         finally:
             for owner, name, sharded in shown:
                 sharded.show_handle_in(owner, name)
@@ -68,6 +68,14 @@ def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tenso
     shown = registered.sharded[name].as_given(tensor)
     registered.exchange_quietly(name, shown)
     given[owner, name] = Whole(shown, tensor, registered.sharded[name])
+
+
+def _take_gradients(wholes: dict[Slot, Whole]) -> None:
+    """Of what is shown as a DTensor, users change the DTensor's."""
+    for (_, name), whole in wholes.items():
+        if whole.tensor is not whole.plain:
+            gradient = whole.tensor.grad
+            whole.plain.grad = None if gradient is None else whole.sharded.plain_of(gradient, name)
 
 
 @torch.no_grad()

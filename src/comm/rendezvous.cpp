@@ -119,16 +119,14 @@ std::string deaths(Store& store, int64_t mine, const std::string& what) {
   if (watched == mine || dead_rank(store, watched).empty()) {
     return "";
   }
-  const auto came = who_came(store, what);
-  std::vector<int> ranks;
+  std::set<int> dead;
   for (int64_t number = store.add(witnesses(), 0) - 1; number >= 0; --number) {
-    for (const int rank : dead_rank(store, number)) {
-      if (came.count(rank) == 0) {
-        ranks.push_back(rank);
-      }
-    }
+    const auto rank = dead_rank(store, number);
+    dead.insert(rank.begin(), rank.end());
   }
-  std::sort(ranks.begin(), ranks.end());
+  const auto came = who_came(store, what); // before it ended: asked for after that
+  std::vector<int> ranks;
+  std::set_difference(dead.begin(), dead.end(), came.begin(), came.end(), std::back_inserter(ranks));
   return ranks.empty() ? "" : have(ranks) + " died";
 }
 

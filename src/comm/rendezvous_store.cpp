@@ -126,6 +126,17 @@ StorePtr open_store(const Launch& launch, milliseconds timeout) {
   }
 }
 
+/// Anew where ranks could not meet, and the port was withdrawn.
+void publish(const Launch& launch, const StorePtr& store, milliseconds timeout) {
+  try {
+    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    cannot_connect(launch, timeout, error);
+  }
+}
+
 } // namespace
 
 bool serves_rendezvous(const Launch& launch) {
@@ -145,8 +156,8 @@ StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   if (!store) {
     store = open_store(launch, timeout);
   }
-  if (serves_rendezvous(launch) && launch.port == 0) { // anew where ranks could not meet, and the port was withdrawn
-    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
+  if (serves_rendezvous(launch) && launch.port == 0) {
+    publish(launch, store, timeout);
   }
   store->setTimeout(timeout);
   return store;

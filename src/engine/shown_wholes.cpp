@@ -64,8 +64,9 @@ class Registry {
   std::atomic<size_t> count_ = 0;
 };
 
+/// Users may want them in another dtype, or on another device, until the guard ends: to save them, say.
 bool fits(const at::Tensor& given, const at::Tensor& copy) {
-  return given.sizes() == copy.sizes() && given.device() == copy.device();
+  return given.sizes() == copy.sizes() && given.scalar_type() == copy.scalar_type() && given.device() == copy.device();
 }
 
 } // namespace

@@ -344,11 +344,6 @@ void Unit::settle_replaced_shards() {
     if (std::none_of(params.begin(), params.end(), [](const Param* param) { return param->shard_was_replaced(); })) {
       continue;
     }
-    FSDP_CHECK(
-        held == 0,
-        "[summon_full_params] a shard of '{}' was given other data while its parameters are shown whole: write to what "
-        "parameters() gives there",
-        display_name());
     reshard();
     for (Param* param : params) {
       param->adopt_replacement();

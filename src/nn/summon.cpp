@@ -45,6 +45,7 @@ struct SummonedParams::Impl {
     at::Tensor tensor;
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
     int64_t version = version_of(tensor);
+    bool in_a_slot = false; ///< others of its unit are not
     bool with_gradient = false;
 
     bool has_changed() const {
@@ -177,6 +178,7 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
     Param* param = engine::param_of(slot.tensor);
     if (auto found = wholes.find(param); found != wholes.end() && slot.replace) {
       slot.replace(found->second.tensor);
+      found->second.in_a_slot = true;
       replaced.push_back({slot, param});
     } else if (const auto* flat = engine::flat_shard_of(slot.tensor); flat != nullptr && shows(*flat)) {
       slot.replace({});
@@ -204,7 +206,7 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
   if (shown.has_changed()) {
     param.values_change();
   }
-  if (auto gradient = param.shard_gradient(); shown.with_gradient && gradient.defined()) {
+  if (auto gradient = param.shard_gradient(); shown.in_a_slot && shown.with_gradient && gradient.defined()) {
     whole.grad().defined() ? gradient.copy_(param.piece_of(whole.grad())) : gradient.zero_(); // dropped in the guard
   }
 }

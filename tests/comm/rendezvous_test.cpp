@@ -303,7 +303,7 @@ TEST(Rendezvous, ARankThatEndsEarlyIsNotFoundDead) {
     }
     rendezvous.conclude();
     if (rank != 1) {
-      rendezvous.leave(seconds(10));
+      rendezvous.leave(milliseconds(100));
     }
   });
 }

@@ -479,6 +479,23 @@ TEST_P(Summon, AGradientThatIsDroppedThereIsGone) {
   });
 }
 
+TEST_P(Summon, GradientsChangedInAGuardWithinOneThatShowsOthersOfTheUnit) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    fully_shard(*model);
+    model->forward(torch::ones({2, 4})).sum().backward();
+    const auto gradient = sharded(model->parameters()[0]).full_grad();
+    {
+      const auto outer = summon_full_params(*model[0], {.with_grads = true});
+      const auto inner = summon_full_params(*model[1], {.with_grads = true});
+      model[0]->parameters()[0].mutable_grad().mul_(2);
+      model[1]->zero_grad();
+    }
+    EXPECT_TRUE(torch::equal(sharded(model->parameters()[0]).full_grad(), gradient * 2));
+    EXPECT_FALSE(sharded(model->parameters()[2]).full_grad().any().item<bool>());
+  });
+}
+
 TEST_P(Summon, WhatAGuardWroteStaysWhereAnotherThatReadsEndsAfterIt) {
   on_threads(GetParam(), [] {
     const torch::NoGradGuard no_grad;

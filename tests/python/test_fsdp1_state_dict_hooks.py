@@ -231,6 +231,8 @@ def test_weights_that_are_tied_between_wrappers(use_orig_params):
     registered = [list(module._parameters) for module in model.modules()]
     with FSDP.summon_full_params(model):
         assert all(torch.equal(value, state[name]) for name, value in quietly(model.state_dict).items())
+    with FSDP.summon_full_params(model, recurse=False):
+        assert all(torch.equal(value, state[name]) for name, value in quietly(model.state_dict).items())
     assert [list(module._parameters) for module in model.modules()] == registered
     torch.testing.assert_close(model(rows(0, 5)), reference(rows(0, 5)), rtol=0, atol=0)
     with pytest.raises(RuntimeError, match="last.weight"):

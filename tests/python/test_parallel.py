@@ -226,6 +226,11 @@ def test_summoned_parameters_lie_as_before_sharding():
     for p, q, gradient in zip(model.parameters(), unsharded.parameters(), gradients, strict=True):
         assert torch.equal(whole(p), whole(q) * 2) and torch.equal(whole(p.grad), gradient * 3)
     with libfsdp.summon_full_params(model, with_grads=True):
+        for p in model.parameters():
+            p.grad = p.grad * 2
+    for p, gradient in zip(model.parameters(), gradients, strict=True):
+        assert torch.equal(whole(p.grad), gradient * 6)
+    with libfsdp.summon_full_params(model, with_grads=True):
         model.zero_grad()
     assert not any(whole(p.grad).any() for p in model.parameters())
 
@@ -241,7 +246,7 @@ def test_what_is_assigned_in_place_of_summoned_parameters_is_written_back():
     for p, q in zip(model.parameters(), unsharded.parameters(), strict=True):
         assert torch.equal(whole(p), whole(q) * 2)
     owner, shape = next((m, m.weight.shape) for m in model.modules() if isinstance(m, nn.Linear))
-    with pytest.raises(ValueError, match="a plain tensor was put in its place: give it a DTensor"):
+    with pytest.raises(ValueError, match="a plain tensor was put in its place: give it a DTensor that lies"):
         with libfsdp.summon_full_params(model):
             owner.weight = nn.Parameter(torch.zeros(shape))
 

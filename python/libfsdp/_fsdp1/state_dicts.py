@@ -100,12 +100,14 @@ def _wholes(
 def _copies(
     wrapper: nn.Module, places: Iterable[tuple[str, nn.Module, str, PlainSharded | Part]]
 ) -> dict[Slot, torch.Tensor]:
-    """Of what a guard shows there, or users have assigned; on a rank to which it shows nothing, of its part."""
+    """Of what a guard shows there, or users have assigned; on a rank to which it shows nothing, of its part. Collective."""
     device, in_rows = _device_of_copies(wrapper), _is_in(wrapper, StateDictType.SHARDED_STATE_DICT)
     copies: dict[int, torch.Tensor] = {}  # tied ones share theirs
     at = {}
     for path, owner, name, sharded in places:
         tensor = _shown(owner, name, sharded)
+        if tensor is sharded.parameter and not _C.is_summoned(sharded.unit):
+            tensor = _wholes(wrapper, [sharded])[sharded]  # tied to one of a wrapper that no guard shows
         if in_rows and tensor.shape != sharded.handle.shape:
             raise ValueError(
                 f"SHARDED_STATE_DICT has rows of whole parameters, and '{path}' has shape {tuple(tensor.shape)} here instead of "
