@@ -53,7 +53,8 @@ def summoned(
     finally:
         try:
             try:
-                _take_gradients(given)
+                if writeback and with_grads:
+                    _take_gradients(given)
             finally:
                 wholes.end()
         finally:

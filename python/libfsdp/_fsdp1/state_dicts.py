@@ -102,12 +102,13 @@ def _copies(
 ) -> dict[Slot, torch.Tensor]:
     """Of what a guard shows there, or users have assigned; on a rank to which it shows nothing, of its part. Collective."""
     device, in_rows = _device_of_copies(wrapper), _is_in(wrapper, StateDictType.SHARDED_STATE_DICT)
+    places = [(path, _shown(owner, name, sharded), owner, name, sharded) for path, owner, name, sharded in places]
+    not_shown = [each for _, tensor, _, _, each in places if tensor is each.parameter and not _C.is_summoned(each.unit)]
+    gathered = _wholes(wrapper, not_shown)  # of wrappers that no guard shows, to whose parameters some are tied
     copies: dict[int, torch.Tensor] = {}  # tied ones share theirs
     at = {}
-    for path, owner, name, sharded in places:
-        tensor = _shown(owner, name, sharded)
-        if tensor is sharded.parameter and not _C.is_summoned(sharded.unit):
-            tensor = _wholes(wrapper, [sharded])[sharded]  # tied to one of a wrapper that no guard shows
+    for path, tensor, owner, name, sharded in places:
+        tensor = gathered.get(sharded, tensor)
         if in_rows and tensor.shape != sharded.handle.shape:
             raise ValueError(
                 f"SHARDED_STATE_DICT has rows of whole parameters, and '{path}' has shape {tuple(tensor.shape)} here instead of "
