@@ -102,7 +102,7 @@ def _copies(
 ) -> dict[Slot, torch.Tensor]:
     """Of what a guard shows there, or users have assigned; on a rank to which it shows nothing, of its part. Collective."""
     device, in_rows = _device_of_copies(wrapper), _is_in(wrapper, StateDictType.SHARDED_STATE_DICT)
-    places = [(path, _shown(owner, name, sharded), owner, name, sharded) for path, owner, name, sharded in places]
+    places = [(path, _seen_at(owner, name, sharded), owner, name, sharded) for path, owner, name, sharded in places]
     not_shown = [each for _, tensor, _, _, each in places if tensor is each.parameter and not _C.is_summoned(each.unit)]
     gathered = _wholes(wrapper, not_shown)  # of wrappers that no guard shows, to whose parameters some are tied
     copies: dict[int, torch.Tensor] = {}  # tied ones share theirs
@@ -120,7 +120,7 @@ def _copies(
     return at
 
 
-def _shown(owner: nn.Module, name: str, sharded: PlainSharded | Part) -> torch.Tensor:
+def _seen_at(owner: nn.Module, name: str, sharded: PlainSharded | Part) -> torch.Tensor:
     """In this place; or in another one of the same parameter, where that is tied to one of another wrapper."""
     here = owner._parameters[name]
     if here is not sharded.parameter:
