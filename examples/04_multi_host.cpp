@@ -40,7 +40,7 @@ int main() {
   } catch (const fsdp::CommError& error) {
     // A rank that died, a cable pulled: every other rank ends here, with a message that names the rank, the unit and
     // the operation.
-    std::cerr << error.what() << std::endl;
+    std::cerr << std::string(error.what()) + "\n"; // in one piece: other ranks write there too
     return 1;
   }
 }

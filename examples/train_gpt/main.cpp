@@ -223,7 +223,7 @@ int main(int argc, char** argv) {
   } catch (const std::exception& error) {
     std::string who = fsdp::is_initialized() ? "rank " + std::to_string(fsdp::rank()) + ": " : "";
     if (!who.empty() || train_gpt::first_of_launch()) {
-      std::cerr << "train_gpt: " << who << error.what() << std::endl;
+      std::cerr << "train_gpt: " + who + error.what() + "\n"; // in one piece: other ranks write there too
     }
     return EXIT_FAILURE;
   }

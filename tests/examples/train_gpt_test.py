@@ -7,6 +7,7 @@ import pathlib
 import pty
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 import unittest
@@ -244,6 +245,13 @@ class Options(unittest.TestCase):
 
     def test_a_missing_text_is_an_error_that_names_it(self):
         self.assert_refused("got '/nowhere/text': choose another with --data", "--data", "/nowhere/text")
+
+    def test_an_error_is_written_in_one_piece_which_other_ranks_errors_cannot_divide(self):
+        pieces, stderr = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with pieces, stderr:
+            command = support.command("train_gpt", "--data", "/nowhere/text")
+            subprocess.run(command, env=support.environment(), stderr=stderr, timeout=support.PATIENCE)
+            self.assertRegex(pieces.recv(1 << 16).decode(), r"\Atrain_gpt: .*choose another with --data\n\Z")
 
 
 if __name__ == "__main__":
