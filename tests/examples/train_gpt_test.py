@@ -251,7 +251,7 @@ class Options(unittest.TestCase):
         with pieces, stderr:
             command = support.command("train_gpt", "--data", "/nowhere/text")
             subprocess.run(command, env=support.environment(), stderr=stderr, timeout=support.PATIENCE)
-            self.assertRegex(pieces.recv(1 << 16).decode(), r"\Atrain_gpt: .*choose another with --data\n\Z")
+            self.assertRegex(pieces.recv(1 << 16).decode(), r"\Atrain_gpt: .*choose another with --data FILE\n\Z")
 
 
 if __name__ == "__main__":
