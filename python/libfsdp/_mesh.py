@@ -5,6 +5,7 @@ import contextlib
 import functools
 import os
 import pathlib
+import re
 import time
 import weakref
 
@@ -92,7 +93,7 @@ def _let_gloo_finish_at_exit() -> None:
 def _let_gloo_finish() -> None:
     """Longer while a thread of Gloo's has work and waits for a core. One that waits for Python's lock gets it meanwhile."""
     time.sleep(0.1)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     idle = 0
     while idle < 2 and time.monotonic() < deadline:
         idle = 0 if _gloo_is_at_work() else idle + 1
@@ -102,7 +103,7 @@ def _let_gloo_finish() -> None:
 def _gloo_is_at_work() -> bool:
     for thread in pathlib.Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # it has ended
-            if b"(pt_gloo_runloop) R" in thread.read_bytes():
+            if re.search(rb"\(pt_gloo_runloop\) [RD]", thread.read_bytes()):  # or waits for a page of memory
                 return True
     return False
 

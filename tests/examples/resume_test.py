@@ -57,6 +57,9 @@ class Run:
     def steps_saved(self):
         return sorted(int(path.name.removeprefix("step-")) for path in self.checkpoints.glob("step-*"))
 
+    def is_saving(self):
+        return any(self.checkpoints.glob(".tmp-*"))
+
 
 def wait_for(process, begin):
     """Until it prints a line that begins so."""
@@ -64,6 +67,19 @@ def wait_for(process, begin):
         if line.startswith(begin):
             return line
     raise AssertionError(f"ended before it printed '{begin}': " + process.stderr.read())
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + support.PATIENCE
+    while not is_so():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {support.PATIENCE} s")
+        time.sleep(0.001)
+
+
+def has_ended(pid):
+    """Though its parent has not waited for it yet."""
+    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def ranks_of(launcher):
@@ -85,9 +101,14 @@ class Killed(unittest.TestCase):
         process = run.start(*run.saving())
         wait_for(process, "step ")
         start = time.monotonic()
-        self.assertIn("Saved: ", process.communicate(timeout=support.PATIENCE)[0])
+        self.assertIn("Saved: ", process.stdout.read())  # communicate() would leave out what wait_for has read beyond its line
+        process.communicate(timeout=support.PATIENCE)
         self.assertEqual(len(run.losses()), self.STEPS)
         return run.losses(), (time.monotonic() - start) / self.STEPS
+
+    def one_that_goes_on(self, run, options):
+        """A new run if this one has saved its last step."""
+        return Run(self, "--steps", self.STEPS, *options) if run.steps_saved()[-1:] == [self.STEPS] else run
 
     def kill_again_and_again(self, kills, options, ranks, compare):
         """A kill takes all ranks, somewhere between reading the latest checkpoint and the steps that follow."""
@@ -95,8 +116,7 @@ class Killed(unittest.TestCase):
         moments = random.Random(1)
         run = Run(self, "--steps", self.STEPS, *options)
         for kill in range(kills):
-            if run.steps_saved()[-1:] == [self.STEPS]:
-                run = Run(self, "--steps", self.STEPS, *options)
+            run = self.one_that_goes_on(run, options)
             chosen = moments.choice(ranks)  # a run that begins on others has other batches
             process = run.start(*run.saving(), "--resume", ranks=chosen if run.steps_saved() else run.ranks)
             wait_for(process, "GPT with")
@@ -105,6 +125,7 @@ class Killed(unittest.TestCase):
             process.communicate(timeout=support.PATIENCE)  # none of the ranks holds the pipe any more
             if (run.out / "metrics.jsonl").exists():
                 compare(run.losses(), expected[: len(run.losses())], f"kill {kill}")
+        run = self.one_that_goes_on(run, options)
         out = run.finish(*run.saving(), "--resume")
         self.assertIn("Saved: ", out)
         compare(run.losses(), expected, "the end")
@@ -125,23 +146,34 @@ class Killed(unittest.TestCase):
         """Whether it was while saving: what was begun is still there."""
         process = run.start(*run.saving(), "--resume")
         wait_for(process, "step ")
-        victim = ranks_of(process)[1]
-        deadline = time.monotonic() + support.PATIENCE
-        while not any(name.startswith(".tmp-") for name in os.listdir(run.checkpoints)):
-            self.assertLess(time.monotonic(), deadline)
-        os.kill(victim, signal.SIGKILL)
+        ranks = ranks_of(process)
+        self.stop_while_saving(ranks[1], run)
+        process.send_signal(signal.SIGSTOP)  # the others have all the time to say why they end
+        os.kill(ranks[1], signal.SIGKILL)
+        wait_until(lambda: all(map(has_ended, ranks.values())))
+        process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=support.PATIENCE)
         self.assertRegex(err, r"train_gpt: rank 0: .*rank 1")
         self.assertRegex(err, r"train_gpt: rank 2: .*rank 1")
         self.assertNotEqual(process.returncode, 0)
-        return any(name.startswith(".tmp-") for name in os.listdir(run.checkpoints))
+        return run.is_saving()
+
+    def stop_while_saving(self, pid, run):
+        """A save that needs it no more ends meanwhile."""
+        while True:
+            wait_until(run.is_saving)
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.05)
+            if run.is_saving():
+                return
+            os.kill(pid, signal.SIGCONT)
 
     def test_one_rank_while_saving_ends_the_others_and_the_run_goes_on(self):
         options = ["--steps", 200, "--batch", 2]
-        run, plain = (Run(self, *options, ranks=3) for _ in range(2))
+        plain = Run(self, *options, ranks=3)
         plain.finish()
-        run.checkpoints.mkdir()
         for _ in range(20):
+            run = Run(self, *options, ranks=3)
             if self.kill_one_while_saving(run):
                 break
         else:

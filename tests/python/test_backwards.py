@@ -47,8 +47,8 @@ def test_reentrant_checkpoints_of_units_that_stay_whole_gather_once():
 
 @on_ranks(2, comm=("shm",))
 def test_ranks_with_different_reentrant_checkpoints_reduce_unused_parameters_alike():
-    os.environ["FSDP_TIMEOUT"] = "8"
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=8))
+    os.environ["FSDP_TIMEOUT"] = "60"
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=60))
     model = fully_shard(seeded(lambda: Segments(*linears(2))), mesh=DeviceMesh.from_group(group, "cpu"))
     model.set_reduce_scatter_unused_params(True)
     Segments.first = 1 - dist.get_rank()

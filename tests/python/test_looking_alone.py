@@ -21,10 +21,10 @@ def stack():
 
 
 def impatient():
-    """Of all ranks, that wait for one another for a few seconds only."""
-    os.environ["FSDP_TIMEOUT"] = "8"
+    """Of all ranks, that wait for one another for a minute only."""
+    os.environ["FSDP_TIMEOUT"] = "60"
     ranks = list(range(dist.get_world_size()))
-    return DeviceMesh.from_group(dist.new_group(ranks, timeout=datetime.timedelta(seconds=8)), "cpu")
+    return DeviceMesh.from_group(dist.new_group(ranks, timeout=datetime.timedelta(seconds=60)), "cpu")
 
 
 def sharded(**options):
