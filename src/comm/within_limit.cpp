@@ -10,7 +10,7 @@
 namespace fsdp {
 namespace {
 
-constexpr std::chrono::milliseconds kPatienceAtExit{1000};
+constexpr std::chrono::milliseconds kPatienceAtExit{5000};
 
 /// The background threads that run. Never destroyed: they may end after everything else.
 struct Running {

@@ -234,14 +234,14 @@ TEST_F(AsyncSave, MayTakeLongerThanTheTimeout) {
         auto save = save_async(folder(), run.to_save(2));
         std::thread later([first = rank() == 0] {
           if (first) {
-            std::this_thread::sleep_for(6s);
+            std::this_thread::sleep_for(14s);
             HeldFlush::release();
           }
         });
         EXPECT_EQ(save.wait(), folder() + "/step-00000002");
         later.join();
       },
-      4s);
+      12s);
 }
 
 TEST_F(AsyncSave, LeavesTheOneBeforeWhereverTheProcessIsKilled) {

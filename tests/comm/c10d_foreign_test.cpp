@@ -231,7 +231,7 @@ TEST(C10dForeign, ASplitOfTheBackendsOwnThatNeverEndsIsGivenUp) {
   on_processes(2, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
-    const auto message = message_of_split(rendezvous, launch, /*one_fails=*/false, std::chrono::seconds(3));
+    const auto message = message_of_split(rendezvous, launch, /*one_fails=*/false, std::chrono::seconds(12));
     EXPECT_TRUE(
         contains(message, "[test] rank " + std::to_string(launch.rank) + " of 2 could not make the gloo group"));
   });

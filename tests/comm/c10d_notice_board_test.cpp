@@ -21,7 +21,7 @@ struct TwoBoards : ::testing::Test {
 
 template <typename Condition>
 bool becomes_true(Condition condition) {
-  for (int i = 0; i < 1000 && !condition(); ++i) {
+  for (int i = 0; i < 12'000 && !condition(); ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
   return condition();

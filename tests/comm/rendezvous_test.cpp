@@ -44,7 +44,7 @@ TEST(Rendezvous, ExchangesStringsOfAllRanks) {
       EXPECT_EQ(all, (std::vector{round + "0", round + "1", round + "2"}));
     }
     EXPECT_EQ(rendezvous.exchange("").size(), 3);
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -54,10 +54,12 @@ TEST(Rendezvous, NamesWhoIsMissing) {
     if (rank == 1 || rank == 3) {
       return;
     }
-    FileExchange(process_folder(), rank / 2, 2)(""); // start together
-    const std::string message = error_message([&] { Rendezvous(launch_of(rank, 4), milliseconds(3000)); });
+    FileExchange meet(process_folder(), rank / 2, 2);
+    meet(""); // start together
+    const std::string message = error_message([&] { Rendezvous(launch_of(rank, 4), seconds(10)); });
     EXPECT_TRUE(contains(message, "expected 4 ranks")) << rank;
-    EXPECT_TRUE(contains(message, "ranks 1, 3 have not arrived after 3 s")) << rank;
+    EXPECT_TRUE(contains(message, "ranks 1, 3 have not arrived after 10 s")) << rank;
+    meet(""); // a rank that is slow still hears it of the other
   });
 }
 
@@ -69,8 +71,9 @@ TEST(Rendezvous, NoticesWhoDiesLongBeforeTheTimeout) {
     }
     const auto start = std::chrono::steady_clock::now();
     const std::string message = error_message([&] { rendezvous.exchange("a"); });
-    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(50));
     EXPECT_TRUE(contains(message, "rank 1 has died"));
+    FileExchange(process_folder(), process_rank() / 2, 2)(""); // a rank that is slow still hears it of the other
   };
   on_processes(3, body, {.lost = {1}});
 }
@@ -185,7 +188,7 @@ TEST(Rendezvous, OfTheLoopbackListensThereOnly) {
       Rendezvous rendezvous(launch, seconds(30));
       EXPECT_EQ(listeners(launch.port), std::vector{digits}) << address;
       EXPECT_EQ(rendezvous.exchange("x").size(), 2);
-      rendezvous.leave(seconds(10));
+      rendezvous.leave(seconds(60));
     });
   }
 }
@@ -198,7 +201,7 @@ TEST(Rendezvous, OfAHostsNameListensEverywhere) {
     launch.address = name.data();
     Rendezvous rendezvous(launch, seconds(30));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -218,7 +221,7 @@ TEST(Rendezvous, AnotherJobsIsAnError) {
     Rendezvous rendezvous(launch, seconds(60));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);
     FileExchange(process_folder(), process_rank(), 3)("");
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -233,7 +236,7 @@ TEST(Rendezvous, RanksOfOneHostFindThePortThatRankZeroWasGiven) {
     if (process_rank() == 0) {
       EXPECT_FALSE(published_port(launch.job)) << "of no use any more";
     }
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -268,7 +271,7 @@ TEST(Rendezvous, TwoProcessesOfOneRankAreAnError) {
       return;
     }
     store->wait({"first"}, seconds(60));
-    EXPECT_TRUE(contains(error_message([&] { Rendezvous(launch, seconds(5)); }), "one process of rank 0"));
+    EXPECT_TRUE(contains(error_message([&] { Rendezvous(launch, seconds(60)); }), "one process of rank 0"));
     store->set("second", std::vector<uint8_t>{1});
   });
 }
@@ -285,7 +288,7 @@ TEST(Rendezvous, WhoServesItStaysUntilAllRanksKnow) {
     rendezvous.conclude();
     EXPECT_TRUE(process_rank() != 0 || std::filesystem::exists(process_folder() / "known"));
     FileExchange(process_folder(), process_rank(), 3)(""); // so that nobody is found dead
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -323,7 +326,7 @@ TEST(Rendezvous, RanksThatRefusedAfterOneAnotherMeetNext) {
     }
     Rendezvous rendezvous(launch, seconds(60));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 
@@ -337,15 +340,14 @@ TEST(Rendezvous, TheOthersHearWhyOneGivesUp) {
       return;
     }
     EXPECT_TRUE(contains(error_message([&] { rendezvous.exchange("x"); }), "rank 1 gave up: no device"));
+    FileExchange(process_folder(), rank / 2, 2)(""); // a rank that is slow still hears it of the other
   });
 }
 
 TEST(Rendezvous, TheOthersHearWhyOneDoesNotCome) {
   for (const int refusing : {0, 2}) {
     on_processes(3, [refusing] {
-      Launch launch = launch_of(process_rank(), 3);
-      launch.port = 0;
-      launch.job = process_folder().string();
+      const Launch launch = launch_of(process_rank(), 3); // a port that rank 0 took would soon be found no more
       if (process_rank() == refusing) {
         refuse_to_meet(launch, seconds(60), "no device");
       } else {
@@ -373,7 +375,7 @@ TEST(Rendezvous, APortOfAnEarlierStartIsNotWaitedFor) {
     }
     Rendezvous rendezvous(launch, seconds(60));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);
-    rendezvous.leave(seconds(10));
+    rendezvous.leave(seconds(60));
   });
 }
 

@@ -51,14 +51,16 @@ INSTANTIATE_TEST_SUITE_P(Custom, Conformance, ::testing::ValuesIn(decorated_back
 INSTANTIATE_TEST_SUITE_P(Alone, Conformance, ::testing::Values(Backend{"Alone", 1, &run_alone}), backend_name);
 INSTANTIATE_TEST_SUITE_P(Shm, Conformance, ::testing::ValuesIn(shm_backends()), backend_name);
 
+const ProcessOptions kWithoutArena{.timeout = std::chrono::minutes(8), .environment = {{"FSDP_TEST_NO_ARENA", "1"}}};
+
 class ShmProcesses : public ::testing::TestWithParam<int> {};
 
 TEST_P(ShmProcesses, Conform) {
-  run_tests_on_processes(GetParam(), "Shm/Conformance.*");
+  run_tests_on_processes(GetParam(), "Shm/Conformance.*", {.timeout = std::chrono::minutes(8)});
 }
 
 TEST_P(ShmProcesses, ConformWithoutArena) {
-  run_tests_on_processes(GetParam(), "Shm/Conformance.*", {.environment = {{"FSDP_TEST_NO_ARENA", "1"}}});
+  run_tests_on_processes(GetParam(), "Shm/Conformance.*", kWithoutArena);
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, ShmProcesses, ::testing::Values(1, 2, 3, 4));

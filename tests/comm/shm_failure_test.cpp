@@ -84,7 +84,7 @@ std::string message_without_victim(Group& group, const Wait& wait, const Prelude
   const auto nothing = [] {};
   const auto start = std::chrono::steady_clock::now();
   const std::string message = comm_error([&] { wait.run(group, group.rank() == kVictim ? victim : Prelude(nothing)); });
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(12));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60));
   EXPECT_TRUE(mentions(message, "reduce gradients"));
   EXPECT_TRUE(mentions(message, "'blocks.3'"));
   EXPECT_TRUE(mentions(message, "rank 1"));
@@ -114,9 +114,9 @@ TEST_P(ShmFailure, DeadProcessIsNoticed) {
 
 TEST_P(ShmFailure, StoppedProcessIsNoticed) {
   const auto body = [] {
-    const auto group = join_processes(process_folder(), std::chrono::seconds(3));
+    const auto group = join_processes(process_folder(), std::chrono::seconds(8));
     const std::string message = message_without_victim(*group, GetParam(), [] { std::raise(SIGSTOP); });
-    EXPECT_TRUE(mentions(message, "gave no sign for 3 s"));
+    EXPECT_TRUE(mentions(message, "gave no sign for 8 s"));
   };
   on_processes(3, body, {.lost = {kVictim}});
 }
@@ -200,7 +200,7 @@ TEST(ShmFailures, LastOperationOfTheDeadIsNamed) {
 // Rank 0 waits for rank 1, which waits for rank 2.
 TEST(ShmFailures, TheSilentRankAtTheEndOfTheChainIsBlamed) {
   const auto body = [] {
-    const auto group = join_processes(process_folder(), std::chrono::seconds(3));
+    const auto group = join_processes(process_folder(), std::chrono::seconds(8));
     if (group->rank() == 2) {
       std::raise(SIGSTOP);
     }

@@ -90,7 +90,7 @@ TEST(ShmOverlaps, ARankThatGoesWaitsForReadersNoLongerThanTheLimit) {
     }
     EXPECT_TRUE(mentions(comm_error([&] { reduce(at::ones({kNumel}), result)->wait(); }), "out of memory"));
   };
-  on_threads(2, body, std::chrono::seconds(4));
+  on_threads(2, body, std::chrono::seconds(12));
 }
 
 TEST(ShmOverlaps, AGatherThatAFailureOverlapsIsNotDelivered) {

@@ -5,7 +5,7 @@
 namespace fsdp::testing {
 namespace {
 
-constexpr auto kTimeout = std::chrono::seconds(10);
+constexpr auto kTimeout = std::chrono::seconds(60);
 
 // Rank 0 has its part of x still to do when it waits in y, where rank 1 comes only when x is done.
 void cross(Group& x, Group& y) {

@@ -21,7 +21,7 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Place = NoticeBoard::Place;
 
 constexpr auto kPoll = std::chrono::milliseconds(200);
-constexpr auto kAnswerLimit = std::chrono::seconds(1);
+constexpr auto kAnswerLimit = std::chrono::seconds(5);
 // Plain, as background threads may read them at exit.
 constexpr const char* kAborted = "aborted";
 constexpr const char* kNoStore =

@@ -269,7 +269,7 @@ void Members::throw_if_failed(const Label& label) const {
   if (!failed()) {
     return;
   }
-  for (int i = 0; i < 1000 && control_->failure.load() == Control::kBeingWritten; ++i) {
+  for (int i = 0; i < 100'000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
   }
   for (const auto& group : family_->groups()) { // also those that the rank which failed is not in
