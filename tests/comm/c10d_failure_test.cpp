@@ -39,7 +39,9 @@ std::string message_after(const Loss& loss) {
   if (gathered) {
     EXPECT_THROW(gathered->wait(), CommError) << "nothing has arrived that could be shown";
   }
-  EXPECT_LT(std::chrono::steady_clock::now() - start, loss.timeout + seconds(60));
+  const auto soon =
+      loss.signal == SIGKILL ? loss.timeout : loss.timeout + seconds(60); // a death is noticed long before
+  EXPECT_LT(std::chrono::steady_clock::now() - start, soon);
   EXPECT_THROW(group->barrier({"barrier", ""}), CommError); // at once, and ever after
   const auto end = std::chrono::steady_clock::now();
   rendezvous.leave(seconds(2)); // from a store that may be gone, or not answer
@@ -70,11 +72,11 @@ class C10dFailure : public ::testing::Test {
 };
 
 TEST_F(C10dFailure, AKilledRankEndsTheOthersAtOnce) {
-  lose({.rank = 1, .signal = SIGKILL, .timeout = seconds(30)});
+  lose({.rank = 1, .signal = SIGKILL, .timeout = seconds(120)});
 }
 
 TEST_F(C10dFailure, SoDoesTheRankThatServesTheStore) {
-  lose({.rank = 0, .signal = SIGKILL, .timeout = seconds(30)});
+  lose({.rank = 0, .signal = SIGKILL, .timeout = seconds(120)});
 }
 
 TEST_F(C10dFailure, AStoppedRankEndsTheOthersAfterTheTimeout) {

@@ -45,7 +45,8 @@ class NoticeBoard {
   std::optional<std::string> heard() const;
   /// The wait is over.
   void stop_listening();
-  /// What the board says about the other ranks, for one of them that failed at `place`. Takes five seconds at most, where the store does not answer.
+  /// What the board says about the other ranks, for one of them that failed at `place`. Takes five seconds at
+  /// most, where the store does not answer.
   std::string ask(const Place& place) const;
 
  private:
