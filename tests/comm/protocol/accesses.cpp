@@ -47,12 +47,12 @@ Place Explorer::place_of(const void* address) const {
 // A rank that reads what only it writes meets nobody.
 bool Explorer::is_step(const void* address, size_t bytes, Kind kind) {
   Cell& cell = cells_[address];
-  const unsigned me = 1U << self().rank;
+  const unsigned me = 1U << self().rank, writers = cell.writers;
   cell.bytes = std::max(cell.bytes, std::min(bytes, sizeof(uint64_t)));
   (kind == Kind::kRead ? cell.readers : cell.writers) |= me;
   const unsigned users = cell.readers | cell.writers;
   if (is_of_dead(address) || (cell.writers != 0 && (users & (users - 1)) != 0)) {
-    learned_ = contended_.insert(address).second || learned_;
+    learned_ = contended_.insert(address).second || cell.writers != writers || learned_;
     return kind == Kind::kWrite || cell.writers != me;
   }
   return false;

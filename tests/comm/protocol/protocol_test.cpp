@@ -441,6 +441,33 @@ TEST(Protocol, AllRanksEndWhereverOneDies) {
   expect_right(&train_once, {.may_fail = true, .mortal = 1});
 }
 
+TEST(Protocol, AllRanksEndWhereverOneDiesAmongUnseenWrites) {
+  expect_right(&train_unseen, {.may_fail = true, .mortal = 1});
+}
+
+TEST(Protocol, AllRanksEndWhereverOneDiesWithGradientsOnTheirWay) {
+  expect_right(
+      [](Trainer& me) {
+        at::Tensor gradients;
+        const auto work = me.reduce(gradients);
+        me.wait_for(*work, gradients);
+      },
+      {.may_fail = true, .mortal = 1});
+}
+
+TEST(Protocol, AllRanksEndWhereverOneDiesWhileOthersCast) {
+  const Explored explored = explore({.may_fail = true, .mortal = 1}, [] {
+    Trainer me(c10::kBFloat16);
+    me.make_all();
+    exploring::start();
+    me.gather(0);
+    me.write(0);
+    me.gather(0);
+  });
+  EXPECT_EQ(explored.violation, "");
+  EXPECT_GT(explored.errors, 0);
+}
+
 TEST(Protocol, AllRanksEndWhereverOneAborts) {
   for (int operation = 0; operation < 4; ++operation) {
     expect_right(
