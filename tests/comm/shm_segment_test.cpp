@@ -51,9 +51,13 @@ TEST(Segments, AreNotExecutable) {
   const auto segment = Segment::create("fsdp-test", kBytes, Access::kReadAndWrite);
   struct stat status {};
   ASSERT_EQ(fstat(segment->id().fd, &status), 0);
-  if (fcntl(segment->id().fd, F_GET_SEALS) & 0x20) { // F_SEAL_EXEC, of kernels that know it
-    EXPECT_EQ(status.st_mode & 0111, 0u);
+  constexpr unsigned kNoExecSeal = 8; // MFD_NOEXEC_SEAL, of kernels that know it
+  const int probe = memfd_create("probe", kNoExecSeal);
+  if (probe < 0) {
+    GTEST_SKIP() << "this kernel has no memory that cannot be executed";
   }
+  close(probe);
+  EXPECT_EQ(status.st_mode & 0111, 0u);
 }
 
 // "VmFlags: rd wr sh ..." of the mapping that begins there.

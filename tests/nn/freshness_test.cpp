@@ -216,26 +216,65 @@ TEST_P(Freshness, WritesBetweenEvaluationsThatWereAnnounced) {
   });
 }
 
+void fill_shards(const nn::Module& module, int value) {
+  for (auto& shard : module.parameters()) {
+    shard.fill_(value);
+  }
+}
+
+// Each rank has two rows of the weight and two elements of the bias.
+void expect_values(nn::Linear& model, const std::function<int(int)>& of_rank) {
+  const auto result = model->forward(torch::ones({1, 6}));
+  for (int64_t i = 0; i < result.numel(); ++i) {
+    EXPECT_EQ(result[0][i].item<float>(), 7 * of_rank(static_cast<int>(i / 2))) << i;
+  }
+}
+
 TEST_P(Freshness, CollectivesOfOursOnShards) {
   on_ranks(GetParam(), [] {
-    nn::Linear model(6, 6);
+    const int ranks = world_size();
+    nn::Linear model(6, 2 * ranks);
     fully_shard(*model);
     const torch::NoGradGuard no_grad;
-    const auto x = torch::ones({1, 6});
     for (int step = 1; step < 4; ++step) {
-      for (auto& shard : model->parameters()) {
-        shard.fill_(step);
-      }
-      EXPECT_TRUE(model->forward(x).eq(7 * step).all().item<bool>());
+      fill_shards(*model, rank() + step);
+      expect_values(model, [&](int rank) { return rank + step; });
       some_ranks_are_slower(step);
       for (auto& shard : model->parameters()) {
-        if (world_size() == 2) { // pieces of one size
-          default_mesh().group()->all_reduce(shard, ReduceOp::kSum, 1, {"average", ""})->wait();
-        }
+        default_mesh().group()->all_reduce(shard, ReduceOp::kSum, 1, {"sum", ""})->wait();
       }
-      EXPECT_TRUE(model->forward(x).eq(7 * step * (world_size() == 2 ? 2 : 1)).all().item<bool>());
+      expect_values(model, [&](int) { return ranks * (ranks - 1) / 2 + ranks * step; });
+      fill_shards(*model, rank() + step);
+      expect_values(model, [&](int rank) { return rank + step; });
+      some_ranks_are_slower(step);
+      for (auto& shard : model->parameters()) {
+        default_mesh().group()->broadcast(shard, ranks - 1, {"take", ""});
+      }
+      expect_values(model, [&](int) { return ranks - 1 + step; });
     }
   });
+}
+
+// As LocalSGD: each replica is sharded by itself.
+TEST(FreshnessOfReplicas, AveragesOfTheirShards) {
+  for (const char* backend : {"", "shm", "gloo"}) {
+    on_ranks({backend, 4}, [] {
+      const auto mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+      nn::Linear model(6, 4);
+      fully_shard(*model, {.mesh = mesh["shard"]});
+      const torch::NoGradGuard no_grad;
+      const int replica = rank() / 2;
+      for (int step = 1; step < 4; ++step) {
+        fill_shards(*model, rank() + step);
+        expect_values(model, [&](int rank) { return 2 * replica + rank + step; });
+        some_ranks_are_slower(step);
+        for (auto& shard : model->parameters()) {
+          mesh["replicate"].group()->all_reduce(shard, ReduceOp::kSum, 2, {"average", ""})->wait();
+        }
+        expect_values(model, [&](int rank) { return 1 + rank + step; });
+      }
+    });
+  }
 }
 
 TEST_P(Freshness, AShardHasWhatWasWrittenThroughAMember) {

@@ -45,9 +45,11 @@ struct Devices {
   std::vector<std::shared_ptr<MeetingPlace>> replicas;
 };
 
-/// The order check, in which the host waits for the device, would hide what nothing else puts in order.
-inline void on_devices(const Arrangement& arrangement, const std::function<void(const Mesh&)>& body) {
-  const ScopedEnvironment environment(std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", "0"}});
+/// The order check, a collective before each, would hide what nothing else puts in order.
+inline void on_devices(
+    const Arrangement& arrangement, const std::function<void(const Mesh&)>& body, bool check_order = false) {
+  const ScopedEnvironment environment(
+      std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", check_order ? "1" : "0"}});
   const Devices devices(arrangement);
   on_threads(arrangement.ranks(), [&] {
     const Mesh mesh = devices.mesh();

@@ -67,9 +67,9 @@ INSTANTIATE_TEST_SUITE_P(
     OnStreams, TheHostDoesNotWait, ::testing::Values(Arrangement{2}, Arrangement{2, 2}, Arrangement{1, 2}));
 
 /// Otherwise it could not run ahead of the device.
-TEST_P(TheHostDoesNotWait, InAStep) {
+void expect_no_wait_in_a_step(const Arrangement& arrangement, bool check_order) {
   auto& detector = queued_device::detector();
-  on_devices(GetParam(), [&](const Mesh& mesh) {
+  const auto body = [&](const Mesh& mesh) {
     Subject subject = make_seeded(tied());
     for (auto& part : subject.parts) {
       fully_shard(*part, {.mesh = mesh});
@@ -88,7 +88,16 @@ TEST_P(TheHostDoesNotWait, InAStep) {
       barrier();
       as_fsdp(*subject.module).reset_iter_state();
     }
-  });
+  };
+  on_devices(arrangement, body, check_order);
+}
+
+TEST_P(TheHostDoesNotWait, InAStep) {
+  expect_no_wait_in_a_step(GetParam(), /*check_order=*/false);
+}
+
+TEST_P(TheHostDoesNotWait, WhereTheOrderIsChecked) {
+  expect_no_wait_in_a_step(GetParam(), /*check_order=*/true);
 }
 
 /// Four layers, each a unit.
@@ -187,6 +196,67 @@ TEST(OnStreams, TheFirstStepOverlaps) {
     x.sum().backward();
   });
   EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// As the fused kernels of other libraries do, on the current stream.
+void step_past_all_operators(at::Tensor& shard) {
+  const at::Tensor gradient = shard.grad();
+  ASSERT_TRUE(gradient.is_contiguous() && shard.is_contiguous());
+  const auto stream = current_stream(shard.device());
+  queued_device::use(gradient, /*writes=*/false, stream, "kernel of an optimizer");
+  queued_device::use(shard, /*writes=*/true, stream, "kernel of an optimizer");
+  auto* const values = static_cast<float*>(shard.data_ptr());
+  for (int64_t i = 0; i < shard.numel(); ++i) {
+    values[i] -= 0.125F * gradient.const_data_ptr<float>()[i];
+  }
+}
+
+void step_with_an_operator(at::Tensor& shard) {
+  const torch::NoGradGuard no_grad;
+  shard.sub_(shard.grad(), 0.125);
+}
+
+std::vector<at::Tensor> losses_and_parameters(
+    const Mesh& mesh, const FullyShardOptions& options, void (*write)(at::Tensor&)) {
+  auto layers = sharded_layers(options);
+  {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : layers->parameters()) {
+      parameter.fill_(0.25);
+    }
+  }
+  std::vector<at::Tensor> seen;
+  for (int step = 0; step < 4; ++step) {
+    layers->zero_grad();
+    auto loss = layers->forward(ones_that_require_grad(mesh) * (rank() + 1)).tanh().sum();
+    seen.push_back(loss.detach().cpu());
+    loss.backward();
+    for (auto& parameter : layers->parameters()) {
+      write(parameter);
+    }
+  }
+  for (auto& parameter : layers->parameters()) {
+    seen.push_back(sharded(parameter).full_tensor().cpu());
+  }
+  return seen;
+}
+
+TEST(OnStreams, WritesThatNoOperatorShows) {
+  for (const Arrangement& arrangement : {Arrangement{2}, {3}, {.shards = 2, .replicas = 2}}) {
+    for (const auto& reshard : {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+      queued_device::detector().begin_test();
+      on_devices(arrangement, [&](const Mesh& mesh) {
+        const FullyShardOptions options{.mesh = mesh, .reshard_after_forward = reshard};
+        const auto expected = losses_and_parameters(mesh, options, &step_with_an_operator);
+        const auto seen = losses_and_parameters(mesh, options, &step_past_all_operators);
+        ASSERT_EQ(seen.size(), expected.size());
+        for (size_t i = 0; i < seen.size(); ++i) {
+          EXPECT_TRUE(torch::equal(seen[i], expected[i])) << i;
+        }
+      });
+      EXPECT_EQ(queued_device::detector().take_races(), Races());
+    }
+  }
 }
 
 std::optional<ShardPlacement> along_columns(const at::Tensor& param, const std::string&) {
