@@ -168,6 +168,18 @@ def test_collectives_on_shards():
         own = shards()
         dist.all_gather(own, torch.full_like(own[0], rank + 1.0))
 
+    def scatter_from_last():
+        for shard in shards():
+            dist.scatter(shard, [torch.full_like(shard, 10.0 * each) for each in ranks] if rank == last else None, last)
+
+    def reduce_scatter():
+        for shard in shards():
+            dist.reduce_scatter(shard, [torch.full_like(shard, 10.0 * each) for each in ranks])
+
+    def whole_weights(collective, *arguments):
+        for layer in model:
+            collective(layer.weight, *arguments)
+
     def later(collective, *arguments):
         for work in [collective(shard, *arguments, async_op=True) for shard in shards()]:
             work.wait()
@@ -180,6 +192,14 @@ def test_collectives_on_shards():
         "broadcast": (lambda: [dist.broadcast(shard, last) for shard in shards()], [[world] * world] * world),
         "broadcast later": (lambda: later(dist.broadcast, last), [[world] * world] * world),
         "all_gather": (gather, [[each + 1] * world for each in ranks]),
+        "scatter": (scatter_from_last, [[10 * each for each in ranks]] * world),
+        "reduce_scatter": (reduce_scatter, [[10 * world * each for each in ranks]] * world),
+        "all_reduce of whole weights": (
+            lambda: whole_weights(dist.all_reduce), [[world * (each + 1) for each in ranks]] * world
+        ),
+        "broadcast of whole weights": (
+            lambda: whole_weights(dist.broadcast, last), [[each + 1 for each in ranks]] * world
+        ),
     }
     with torch.no_grad():
         for step, (name, (collective, expected)) in enumerate([*collectives.items()] * 3):
