@@ -5,6 +5,7 @@ import ctypes
 import io
 import os
 import shutil
+import signal
 import sysconfig
 import time
 
@@ -209,6 +210,40 @@ def test_collectives_on_shards():
             some_ranks_are_slower(step)
             collective()
             assert values() == expected, name
+
+
+@on_ranks(2)
+def test_a_forked_child_has_copies_that_were_made_before_and_writes_its_own():
+    """Though they lie in memory that the ranks share, as big tensors do after the first step."""
+    model = fully_shard(nn.Linear(512, 512))
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+
+    def step():
+        model(torch.ones(2, 512)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    copies = [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+    expected = [copy.numpy().tobytes() for copy in copies]
+
+    def are_as_they_were():
+        return [copy.numpy().tobytes() for copy in copies] == expected
+
+    go, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(200)  # a child that hangs is a failure
+        os.read(go, 1)
+        right = are_as_they_were()
+        for copy in copies:
+            copy.zero_()
+        os._exit(0 if right and not any(copy.any() for copy in copies) else 1)
+    for _ in range(3):
+        step()
+    os.write(told, b".")
+    assert os.waitpid(child, 0)[1] == 0
+    assert are_as_they_were()
 
 
 def saved(parameter):
