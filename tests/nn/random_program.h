@@ -226,7 +226,7 @@ class Drawing {
     program_.in_flight = 1 + draw_.below(3);
     program_.divisor = draw_.chance(25) ? 3 : 0;
     program_.optimizer = draw_.one_of<Optimizer>({Optimizer::kOperators, Optimizer::kAdamW});
-    if (limits_.on_host && draw_.chance(35)) {
+    if (draw_.chance(35)) {
       program_.optimizer = Optimizer::kRaw;
     }
   }
@@ -413,11 +413,9 @@ class Drawing {
     if (!ranks_differ_) { // all have to break in the same place
       choices.insert(choices.end(), {What::kBreakForward, What::kBreakBackward});
     }
-    if (limits_.on_host) {
-      choices.push_back(What::kWriteShardsRaw);
-      if (!is_shown_as_one()) { // recurrent modules lose what is hidden
-        choices.push_back(What::kToDouble);
-      }
+    choices.push_back(What::kWriteShardsRaw);
+    if (limits_.on_host && !is_shown_as_one()) { // recurrent modules lose what is hidden
+      choices.push_back(What::kToDouble);
     }
     if (!has_same_weights_ && !program_.flat) {
       choices.push_back(What::kClone);

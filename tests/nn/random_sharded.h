@@ -356,6 +356,7 @@ class Sharded {
   void write_raw() {
     root().note_shard_writes();
     for (auto& shard : shards()) {
+      note_raw_use(shard, /*writes=*/true);
       const auto multiply = [&](auto* values) {
         for (int64_t i = 0; i < shard.numel(); ++i) {
           values[i] *= 0.75F;

@@ -13,6 +13,9 @@ struct Note {
 };
 using Notes = std::vector<Note>;
 
+/// Tells whoever watches memory of a use that no operator shows.
+inline std::function<void(const at::Tensor&, bool writes)> note_raw_use = [](const at::Tensor&, bool) {};
+
 /// Decays to a half and follows a gradient with momentum, so that no element stays as it was. Products are exact, so
 /// that it does not matter what computes them.
 class SimpleOptimizer {
@@ -45,6 +48,8 @@ class SimpleOptimizer {
   template <typename T>
   static void write_raw(at::Tensor& parameter, const at::Tensor& velocity) {
     const at::Tensor steps = at::empty_like(parameter).copy_(velocity); // strides as the parameter's
+    note_raw_use(steps, /*writes=*/false);
+    note_raw_use(parameter, /*writes=*/true);
     T* const values = parameter.data_ptr<T>();
     const T* const velocities = steps.data_ptr<T>();
     for (int64_t i = 0; i < parameter.numel(); ++i) {

@@ -54,6 +54,18 @@ at::Tensor beside(const std::function<at::Tensor(const at::Tensor&)>& function, 
   return Cross::apply(y, false);
 }
 
+/// As kernels of other libraries are queued, or by the host where shards are offloaded.
+void use_raw(const at::Tensor& tensor, bool writes) {
+  auto& detector = queued_device::detector();
+  if (!tensor.is_cpu()) {
+    queued_device::use(tensor, writes, current_stream(tensor.device()), "kernel");
+  } else if (writes) {
+    detector.written_by_host(tensor.data_ptr(), rank(), "write");
+  } else {
+    detector.read_by_host(tensor.data_ptr(), rank(), "read");
+  }
+}
+
 bool has_penalties(const Program& program) {
   for (const auto& step : program.steps) {
     for (const auto& micro : step.micros) {
@@ -89,6 +101,7 @@ void run_on_devices(const Program& program, BlockImpl& start) {
 }
 
 TEST(RandomOnStreams, TrialsTrainAsUnshardedWithoutRaces) {
+  note_raw_use = use_raw;
   run_trials(30, {.most_ranks = queued_device::kDevices, .on_host = false}, run_on_devices);
 }
 
