@@ -216,6 +216,34 @@ TEST_P(Freshness, WritesBetweenEvaluationsThatWereAnnounced) {
   });
 }
 
+// It is the next step's as much as what a prefetch gathers.
+TEST_P(Freshness, WritesToWhatWasUnshardedForAStepThatDidNotUseIt) {
+  on_ranks(GetParam(), [] {
+    for (const bool casts : {false, true}) {
+      FullyShardOptions options;
+      if (casts) {
+        options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
+      }
+      nn::Sequential model = stack_of(2);
+      fully_shard(*model[0], options);
+      auto second = fully_shard(*model[2], options);
+      fully_shard(*model, options);
+      for (int step = 1; step < 4; ++step) {
+        second.unshard();
+        model[0]->as<nn::Linear>()->forward(torch::ones({2, 6})).sum().backward();
+        some_ranks_are_slower(step);
+        for (auto& shard : parameters(*model)) {
+          std::fill_n(shard.data_ptr<float>(), shard.numel(), static_cast<float>(step));
+        }
+        const auto y = model[2]->as<nn::Linear>()->forward(torch::ones({2, 6}));
+        EXPECT_TRUE(y.eq(7 * step).all().item<bool>()) << "step " << step << ": " << y;
+        y.sum().backward();
+        model->zero_grad();
+      }
+    }
+  });
+}
+
 void fill_shards(const nn::Module& module, int value) {
   for (auto& shard : module.parameters()) {
     shard.fill_(value);
