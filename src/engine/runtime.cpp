@@ -424,8 +424,8 @@ void Runtime::open_for_unseen_writes() {
   for (Unit* unit : unsharded_) {
     unit->wait();
     unit->requested = false;
-    unit->kept_through_backward =
-        !unit->policy.reshard_after_backward && unit->gathers_together(); // else it costs nothing
+    // As the program wants it. Where a gather asks nobody, to gather it again costs nothing.
+    unit->kept_through_backward = !unit->policy.reshard_after_backward && unit->gathers_together();
   }
 }
 

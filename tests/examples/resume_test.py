@@ -13,6 +13,7 @@ import time
 import unittest
 
 import support
+from processes import is_alive  # of tests/scripts
 
 SMALL = ["--width", 32, "--layers", 2, "--heads", 2, "--seq", 32, "--sample", 0, "--data", support.ROOT / "README.md"]
 KILLS_ON_AS_MANY_RANKS = 20
@@ -75,11 +76,6 @@ def wait_until(is_so):
         if time.monotonic() > deadline:
             raise AssertionError(f"not so within {support.PATIENCE} s")
         time.sleep(0.001)
-
-
-def has_ended(pid):
-    """Though its parent has not waited for it yet."""
-    return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
 
 def ranks_of(launcher):
@@ -150,7 +146,7 @@ class Killed(unittest.TestCase):
         self.stop_while_saving(ranks[1], run)
         process.send_signal(signal.SIGSTOP)  # the others have all the time to say why they end
         os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: all(map(has_ended, ranks.values())))
+        wait_until(lambda: not any(map(is_alive, ranks.values())))
         process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=support.PATIENCE)
         self.assertRegex(err, r"train_gpt: rank 0: .*rank 1")

@@ -234,11 +234,14 @@ def test_a_forked_child_has_copies_that_were_made_before_and_writes_its_own():
     child = os.fork()
     if child == 0:
         signal.alarm(200)  # a child that hangs is a failure
-        os.read(go, 1)
-        right = are_as_they_were()
-        for copy in copies:
-            copy.zero_()
-        os._exit(0 if right and not any(copy.any() for copy in copies) else 1)
+        try:
+            os.read(go, 1)
+            right = are_as_they_were()
+            for copy in copies:
+                copy.zero_()
+            os._exit(0 if right and not any(copy.any() for copy in copies) else 1)
+        finally:
+            os._exit(1)
     for _ in range(3):
         step()
     os.write(told, b".")

@@ -9,6 +9,8 @@ import tempfile
 import time
 import unittest
 
+from processes import is_alive
+
 LAUNCH = pathlib.Path(__file__).resolve().parents[2] / "scripts" / "launch"
 
 
@@ -20,14 +22,6 @@ def launch(ranks, command, **environment):
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def is_alive(pid):
-    """A process that has ended but was not waited for by its new parent yet is not alive."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class Launch(unittest.TestCase):
