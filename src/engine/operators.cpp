@@ -1,6 +1,9 @@
 #include "engine/operators.h"
 
 #include <array>
+#include <atomic>
+#include <deque>
+#include <memory>
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
@@ -188,25 +191,44 @@ OperatorTraits read_schema(const c10::FunctionSchema& schema) {
   return traits;
 }
 
+/// Counts operators that go: another one may get the address of its schema.
+std::atomic<int64_t> deregistrations = 0;
+
+struct CountDeregistrations final : c10::OpRegistrationListener {
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle&) override {
+    ++deregistrations;
+  }
+};
+[[maybe_unused]] const auto& listening = *new c10::RegistrationHandleRAII(
+    c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountDeregistrations>()));
+
 } // namespace
 
 const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  // Schemas are registered once and keep their address. The small table in front spares the hash map its modulo and its
-  // misses.
+  // Schemas keep their address as long as they are registered. The small table in front spares the hash map its modulo
+  // and its misses.
   struct Entry {
     const c10::FunctionSchema* schema = nullptr;
     const OperatorTraits* traits = nullptr;
   };
   static thread_local std::array<Entry, 256> recent;
-  static thread_local std::unordered_map<const c10::FunctionSchema*, OperatorTraits> all;
+  static thread_local std::unordered_map<const c10::FunctionSchema*, const OperatorTraits*> all;
+  static thread_local std::deque<OperatorTraits> read; // kept: a call that runs may need them
+  static thread_local int64_t known_until = 0;
+  if (const int64_t now = deregistrations.load(std::memory_order_relaxed); now != known_until) {
+    recent = {};
+    all.clear();
+    known_until = now;
+  }
   const c10::FunctionSchema* schema = &op.schema();
   Entry& entry = recent[(reinterpret_cast<uintptr_t>(schema) >> 5) % recent.size()];
   if (entry.schema != schema) {
     auto found = all.find(schema);
     if (found == all.end()) {
-      found = all.emplace(schema, read_schema(*schema)).first;
+      found = all.emplace(schema, &read.emplace_back(read_schema(*schema))).first;
     }
-    entry = {schema, &found->second};
+    entry = {schema, found->second};
   }
   return *entry.traits;
 }

@@ -150,6 +150,29 @@ def test_a_step_that_was_compiled():
     check(compiled)
 
 
+def add_one(values):
+    values.detach().numpy().__iadd__(1)
+
+
+@on_ranks(2)
+def test_an_operator_that_is_defined_anew_to_write():
+    """As when a notebook's cell is run again: the schema may lie where the former one did."""
+    kernel = torch.library.Library("fresh_values", "IMPL")
+    kernel.impl("add_one", add_one, "CPU")  # stays, and keeps the place
+    model, other, x = fully_shard(nn.Linear(WIDTH, WIDTH)), fully_shard(nn.Linear(WIDTH, WIDTH)), torch.ones(2, WIDTH)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+        for schema, given, value in (("Tensor", other, 1), ("Tensor(a!)", model, 2)):
+            library = torch.library.Library("fresh_values", "FRAGMENT")
+            library.define(f"add_one({schema} values) -> ()")
+            assert torch.equal(model(x), torch.full_like(x, WIDTH + 1))
+            for parameter in given.parameters():
+                torch.ops.fresh_values.add_one(parameter.to_local())
+            assert torch.equal(model(x), torch.full_like(x, (WIDTH + 1) * value)), schema
+            library._destroy()
+
+
 @on_ranks(2, 3)
 def test_collectives_on_shards():
     world, rank = dist.get_world_size(), dist.get_rank()
