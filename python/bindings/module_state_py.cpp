@@ -152,6 +152,8 @@ PyObject* call_sharded(PyObject*, PyObject* arguments, PyObject* keywords) {
     error.restore();
   } catch (const Error&) {
     set_python_error(std::current_exception());
+  } catch (const python_error&) { // an interrupted wait
+    set_python_error(std::current_exception());
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }
