@@ -15,11 +15,10 @@
 
 namespace fsdp::engine {
 
-Bucket::Bucket(BucketOptions options) : options_(std::move(options)) {
-  const Mesh& mesh = options_.mesh;
-  shard_group_ = mesh.group(mesh.ndim() - 1);
-  if (mesh.ndim() == 2) {
-    replicate_group_ = mesh.group(0);
+Bucket::Bucket(const Unit& unit, Mesh mesh) : unit_(unit), mesh_(std::move(mesh)) {
+  shard_group_ = mesh_.group(mesh_.ndim() - 1);
+  if (mesh_.ndim() == 2) {
+    replicate_group_ = mesh_.group(0);
   }
   gather_group = shard_group_;
   reduce_group = shard_group_;
@@ -32,12 +31,7 @@ Bucket::~Bucket() {
 }
 
 c10::ScalarType Bucket::gathered_dtype(c10::ScalarType stored) const {
-  return c10::isFloatingType(stored) ? options_.param_dtype.value_or(stored) : stored;
-}
-
-std::shared_ptr<Home> Bucket::make_home(
-    Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const {
-  return group.make_home(pieces, {options_.device, offload, offload && options_.pin_memory}, label);
+  return c10::isFloatingType(stored) ? unit_.precision().param_dtype.value_or(stored) : stored;
 }
 
 void Bucket::add(Param* param, std::shared_ptr<GatherExtension>) {
@@ -64,9 +58,10 @@ bool Bucket::has_values() const {
 void Bucket::settle(const Label& label) {
   group_users::stop_readers(*gather_group);
   drop_share();
-  auto home = make_home(*gather_group, pieces(), options_.offload, label);
+  const bool pin = unit_.offloaded() && unit_.offload_policy()->pin_memory;
+  auto home = gather_group->make_home(pieces(), {unit_.device(), unit_.offloaded(), pin}, label);
   home->begin_write(label);
-  const c10::Device device = options_.offload ? c10::Device(c10::kCPU) : options_.device;
+  const c10::Device device = unit_.offloaded() ? c10::Device(c10::kCPU) : unit_.device();
   for (size_t i = 0; i < params_.size(); ++i) {
     if (!params_[i]->on_meta()) {
       params_[i]->move_shard(slice(*home, i), home, device);
@@ -76,7 +71,7 @@ void Bucket::settle(const Label& label) {
   for (Param* param : params_) {
     const auto gathered = gathered_dtype(param->shard_dtype());
     if (gathered != param->gathered_dtype()) {
-      param->become_handle(param->handle(), gathered, options_.device);
+      param->become_handle(param->handle(), gathered);
       if (is_private()) { // while a guard shows it
         place(*param);
       }
@@ -130,10 +125,10 @@ void Bucket::keep_share(const Label& label) {
     return;
   }
   const auto pieces = pieces_among_neighbours();
-  share_ = make_home(*neighbours_, pieces, /*offload=*/false, label);
+  share_ = neighbours_->make_home(pieces, {unit_.device()}, label);
   for (size_t i = 0; i < params_.size(); ++i) {
     const int64_t begin = pieces[i].begin(neighbours_->rank()), length = pieces[i].length(neighbours_->rank());
-    auto whole = params_[i]->flat_view_of_whole(this->whole(*gathered_, i), pieces[i].gathered, options_.device);
+    auto whole = params_[i]->flat_view_of_whole(this->whole(*gathered_, i));
     tensor_at(share_->slice(i), {length}, whole.options()).copy_(whole.narrow(0, begin, length));
   }
 }
@@ -154,8 +149,7 @@ void Bucket::wait() {
   for (size_t i = 0; i < params_.size(); ++i) {
     Param& param = *params_[i];
     if (!lies_well(param)) {
-      void* slices = whole(*gathered_, i);
-      unpacked_[i] = param.layout().unpack(param.flat_view_of_whole(slices, param.gathered_dtype(), options_.device));
+      unpacked_[i] = param.layout().unpack(param.flat_view_of_whole(whole(*gathered_, i)));
     }
     param.set_whole(memory_of(i));
   }
@@ -207,7 +201,7 @@ void Bucket::make_private() {
   std::vector<at::Tensor> copies;
   for (size_t i = 0; i < params_.size(); ++i) {
     const Param& param = *params_[i];
-    auto whole = param.view_as_whole(memory_of(i), param.gathered_dtype(), options_.device);
+    auto whole = param.view_as_whole(memory_of(i));
     auto copy = at::empty_strided(param.layout().sizes(), param.layout().strides(), whole.options());
     copies.push_back(copy.copy_(whole));
   }
@@ -229,18 +223,18 @@ void Bucket::replace_private_copy(Param& param, const at::Tensor& data) {
   param.set_whole(copy.data_ptr());
 }
 
-void Bucket::write_back(const Unit& unit) {
+void Bucket::write_back() {
   if (!std::exchange(may_be_written_, false)) {
     return;
   }
-  begin_write(unit);
+  begin_write();
   for (size_t i = 0; i < params_.size(); ++i) {
     write_back(i);
   }
 }
 
-void Bucket::write_back(const Unit& unit, const Param& param) {
-  begin_write(unit);
+void Bucket::write_back(const Param& param) {
+  begin_write();
   write_back(index_of(param));
 }
 
@@ -278,10 +272,10 @@ void Bucket::values_change(Param& param) {
   param.values_change();
 }
 
-void Bucket::begin_write(const Unit& unit) {
+void Bucket::begin_write() {
   drop_share(); // of the former value
   group_users::stop_readers(*gather_group);
-  home_->begin_write(unit.label("write shards"));
+  home_->begin_write(unit_.label("write shards"));
 }
 
 int64_t Bucket::bytes() const {
@@ -293,7 +287,7 @@ int64_t Bucket::bytes() const {
   }
   for (const auto* tensors : {&unpacked_, &private_}) {
     for (const auto& tensor : *tensors) {
-      const bool pays = tensor.defined() && tensor.device().type() == options_.device.type();
+      const bool pays = tensor.defined() && tensor.device().type() == unit_.device().type();
       total += pays ? static_cast<int64_t>(tensor.nbytes()) : 0;
     }
   }

@@ -16,24 +16,22 @@ namespace fsdp::engine {
 
 class FlatShard;
 
-struct BucketOptions {
-  Mesh mesh;
-  c10::Device device;
-  bool offload = false;
-  bool pin_memory = false;
-  std::optional<c10::ScalarType> param_dtype;
-  bool extended = false; ///< its parameters have gather extensions
-};
-
 /// The parameters of a unit that lie on one mesh: they share a home and are gathered and reduced together.
 /// Memory under the handles comes either from a gather, or is private to this rank and writable.
 class Bucket {
  public:
-  explicit Bucket(BucketOptions options);
+  Bucket(const Unit& unit, Mesh mesh);
   virtual ~Bucket();
 
-  const BucketOptions& options() const {
-    return options_;
+  const Unit& unit() const {
+    return unit_;
+  }
+  const Mesh& mesh() const {
+    return mesh_;
+  }
+  /// Its parameters have gather extensions.
+  virtual bool is_extended() const {
+    return false;
   }
   Group& shard_group() const {
     return *shard_group_;
@@ -53,11 +51,8 @@ class Bucket {
     return params_;
   }
   virtual void add(Param* param, std::shared_ptr<GatherExtension> extension);
+  /// From the next `settle` on.
   c10::ScalarType gathered_dtype(c10::ScalarType stored) const;
-  /// In which dtype to gather from the next `settle` on.
-  void set_param_dtype(std::optional<c10::ScalarType> param_dtype) {
-    options_.param_dtype = param_dtype;
-  }
 
   /// False while all parameters are on the meta device.
   bool has_values() const;
@@ -107,8 +102,8 @@ class Bucket {
   /// Dense data of the parameter's sizes.
   void replace_private_copy(Param& param, const at::Tensor& data);
   /// This rank's part of the private copies goes to the shards: of all that may have been written, or of one.
-  void write_back(const Unit& unit);
-  void write_back(const Unit& unit, const Param& param);
+  void write_back();
+  void write_back(const Param& param);
   /// Somebody may write private copies and not say when.
   void expect_writes() {
     may_be_written_ = is_private();
@@ -121,7 +116,7 @@ class Bucket {
   /// Somebody is about to write what users see of a parameter's shard.
   virtual void values_change(Param& param);
   /// Returns once no rank reads this rank's shards any more.
-  virtual void begin_write(const Unit& unit);
+  virtual void begin_write();
   /// Memory this rank pays for the handles' memory.
   virtual int64_t bytes() const;
 
@@ -132,16 +127,15 @@ class Bucket {
   virtual void* slice(const Home& home, size_t index) const;
   virtual void* whole(const Gathered& gathered, size_t index) const;
 
+  const Unit& unit_;
   std::shared_ptr<Home> home_;
   std::unique_ptr<Gathered> gathered_;
 
  private:
-  std::shared_ptr<Home> make_home(
-      Group& group, const std::vector<Piece>& pieces, bool offload, const Label& label) const;
   void* memory_of(size_t index) const;
   std::vector<Piece> pieces_among_neighbours() const;
 
-  BucketOptions options_;
+  Mesh mesh_;
   std::shared_ptr<Group> shard_group_;
   std::shared_ptr<Group> replicate_group_;
   std::vector<Param*> params_;

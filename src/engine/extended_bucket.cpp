@@ -12,34 +12,6 @@
 
 namespace fsdp::engine {
 
-/// One of the tensors that a parameter is sent as, of each rank.
-struct ExtendedBucket::Sent {
-  std::vector<int64_t> sizes;
-  c10::ScalarType dtype;
-
-  explicit Sent(const at::Tensor& tensor) : sizes(tensor.sizes().vec()), dtype(tensor.scalar_type()) {}
-  int64_t bytes() const {
-    return c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
-  }
-  std::vector<int64_t> sizes_of_all(int ranks) const {
-    auto all = sizes.empty() ? std::vector<int64_t>{1} : sizes;
-    all[0] *= ranks;
-    return all;
-  }
-  bool operator==(const Sent& other) const {
-    return sizes == other.sizes && dtype == other.dtype;
-  }
-};
-
-/// The memory of one of the tensors that a whole parameter consists of.
-struct ExtendedBucket::Part {
-  void* memory;
-  c10::Storage keeps;
-
-  explicit Part(const at::Tensor& tensor)
-      : memory(tensor.numel() == 0 ? nullptr : tensor.data_ptr()), keeps(tensor.storage()) {}
-};
-
 namespace {
 
 std::string described(const std::vector<at::Tensor>& tensors) {
@@ -52,51 +24,57 @@ std::string described(const std::vector<at::Tensor>& tensors) {
 
 } // namespace
 
-ExtendedBucket::ExtendedBucket(BucketOptions options) : Bucket(std::move(options)) {}
+int64_t ExtendedBucket::Sent::bytes() const {
+  return c10::multiply_integers(sizes) * static_cast<int64_t>(c10::elementSize(dtype));
+}
 
-ExtendedBucket::~ExtendedBucket() = default;
+std::vector<int64_t> ExtendedBucket::Sent::sizes_of_all(int ranks) const {
+  auto all = sizes.empty() ? std::vector<int64_t>{1} : sizes;
+  all[0] *= ranks;
+  return all;
+}
+
+std::vector<at::Tensor> ExtendedBucket::Extended::made_before_gather() const {
+  OutermostScope scope;
+  return extension->before_gather(param.shard());
+}
 
 void ExtendedBucket::add(Param* param, std::shared_ptr<GatherExtension> extension) {
   Bucket::add(param, nullptr);
   param->leave_whole();
-  extensions_.push_back(std::move(extension));
-  sent_.emplace_back();
-  parts_.emplace_back();
+  all_.push_back({*param, std::move(extension)});
 }
 
 void ExtendedBucket::settle(const Label& label) {
-  for (size_t i = 0; i < params().size(); ++i) {
-    if (!params()[i]->on_meta()) {
-      settle(i);
+  size_t piece = 0;
+  for (Extended& each : all_) {
+    if (!each.param.on_meta()) {
+      settle(each);
     }
+    each.first_piece = piece;
+    piece += each.sent.size();
   }
   check_alike(label);
-  home_ = gather_group->make_home(pieces(), {options().device, false, false, /*rewritten=*/true}, label);
+  home_ = gather_group->make_home(pieces(), {unit_.device(), false, false, /*rewritten=*/true}, label);
 }
 
-void ExtendedBucket::settle(size_t index) {
-  Param& param = *params()[index];
-  param.settle_shard_in_place();
-  for (const auto& tensor : extensions_[index]->stored()) {
-    param.watch(tensor);
+void ExtendedBucket::settle(Extended& each) {
+  each.param.settle_shard_in_place();
+  for (const auto& tensor : each.extension->stored()) {
+    each.param.watch(tensor);
   }
-  sent_[index].clear();
-  for (const auto& tensor : made_before_gather(index)) {
-    sent_[index].emplace_back(tensor);
+  each.sent.clear();
+  for (const auto& tensor : each.made_before_gather()) {
+    each.sent.emplace_back(tensor);
   }
-}
-
-std::vector<at::Tensor> ExtendedBucket::made_before_gather(size_t index) const {
-  OutermostScope scope;
-  return extensions_[index]->before_gather(params()[index]->shard());
 }
 
 // Ranks that send different sizes would wait for one another, or mix up what they got.
 void ExtendedBucket::check_alike(const Label& label) const {
   std::ostringstream mine;
-  for (size_t i = 0; i < sent_.size(); ++i) {
-    mine << params()[i]->name() << ":";
-    for (const Sent& sent : sent_[i]) {
+  for (const Extended& each : all_) {
+    mine << each.param.name() << ":";
+    for (const Sent& sent : each.sent) {
       mine << " " << c10::IntArrayRef(sent.sizes) << " " << sent.dtype;
     }
     mine << "\n";
@@ -115,8 +93,8 @@ void ExtendedBucket::check_alike(const Label& label) const {
 
 std::vector<Piece> ExtendedBucket::pieces() const {
   std::vector<Piece> pieces;
-  for (const auto& sent_of_param : sent_) {
-    for (const Sent& sent : sent_of_param) {
+  for (const Extended& each : all_) {
+    for (const Sent& sent : each.sent) {
       pieces.push_back({sent.bytes() * gather_group->size(), sent.bytes(), c10::kByte, c10::kByte});
     }
   }
@@ -125,16 +103,16 @@ std::vector<Piece> ExtendedBucket::pieces() const {
 
 void ExtendedBucket::gather(const Label& label) {
   home_->begin_write(label);
-  size_t piece = 0;
-  for (size_t i = 0; i < params().size(); ++i) {
-    write(i, sent_[i].empty() ? std::vector<at::Tensor>() : made_before_gather(i), piece);
-    piece += sent_[i].size();
+  for (const Extended& each : all_) {
+    if (!each.sent.empty()) {
+      write(each, each.made_before_gather());
+    }
   }
   gathered_ = home_->gather(label);
 }
 
-void ExtendedBucket::write(size_t index, const std::vector<at::Tensor>& tensors, size_t first_piece) {
-  const auto& expected = sent_[index];
+void ExtendedBucket::write(const Extended& each, const std::vector<at::Tensor>& tensors) {
+  const auto& expected = each.sent;
   const bool same = std::equal(
       tensors.begin(), tensors.end(), expected.begin(), expected.end(), [](const at::Tensor& tensor, const Sent& sent) {
         return Sent(tensor) == sent;
@@ -143,44 +121,43 @@ void ExtendedBucket::write(size_t index, const std::vector<at::Tensor>& tensors,
       same,
       "[before all-gather] the extension of '{}' has to send tensors of the same sizes and dtypes every time; it sends "
       "now{}, which is something else than when the parameter was given its values",
-      params()[index]->name(),
+      each.param.name(),
       described(tensors));
   for (size_t k = 0; k < tensors.size(); ++k) {
     if (tensors[k].numel() > 0) {
-      const auto target = at::TensorOptions().dtype(expected[k].dtype).device(options().device);
-      tensor_at(home_->slice(first_piece + k), tensors[k].sizes(), target).copy_(tensors[k]);
+      const auto target = at::TensorOptions().dtype(expected[k].dtype).device(unit_.device());
+      tensor_at(home_->slice(each.first_piece + k), tensors[k].sizes(), target).copy_(tensors[k]);
     }
   }
 }
 
 void ExtendedBucket::wait() {
   gathered_->wait();
-  size_t piece = 0;
-  for (size_t i = 0; i < params().size(); ++i) {
-    if (!sent_[i].empty()) {
-      make_whole(i, gathered_tensors(i, piece));
-      show_parts(i);
+  for (Extended& each : all_) {
+    if (!each.sent.empty()) {
+      make_whole(each, gathered_tensors(each));
+      show_parts(each);
     }
-    piece += sent_[i].size();
   }
 }
 
-std::vector<at::Tensor> ExtendedBucket::gathered_tensors(size_t index, size_t first_piece) const {
+std::vector<at::Tensor> ExtendedBucket::gathered_tensors(const Extended& each) const {
   std::vector<at::Tensor> tensors;
-  for (size_t k = 0; k < sent_[index].size(); ++k) {
-    const Sent& sent = sent_[index][k];
-    const auto on_device = at::TensorOptions().dtype(sent.dtype).device(options().device);
-    tensors.push_back(tensor_at(gathered_->piece(first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
+  for (size_t k = 0; k < each.sent.size(); ++k) {
+    const Sent& sent = each.sent[k];
+    const auto on_device = at::TensorOptions().dtype(sent.dtype).device(unit_.device());
+    tensors.push_back(
+        tensor_at(gathered_->piece(each.first_piece + k), sent.sizes_of_all(gather_group->size()), on_device));
   }
   return tensors;
 }
 
-void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gathered) {
-  Param& param = *params()[index];
+void ExtendedBucket::make_whole(Extended& each, const std::vector<at::Tensor>& gathered) {
+  Param& param = each.param;
   GatherExtension::Whole whole;
   {
     OutermostScope scope;
-    whole = extensions_[index]->after_gather(gathered);
+    whole = each.extension->after_gather(gathered);
   }
   if (!whole.tensor.defined()) { // the module keeps its handle
     const auto& layout = param.layout();
@@ -196,36 +173,33 @@ void ExtendedBucket::make_whole(size_t index, const std::vector<at::Tensor>& gat
       values = at::empty_strided(layout.sizes(), layout.strides(), values.options()).copy_(values);
     }
     if (values.scalar_type() != param.gathered_dtype()) {
-      param.become_handle(param.handle(), values.scalar_type(), options().device);
+      param.become_handle(param.handle(), values.scalar_type());
     }
   }
   for (const auto& part : whole.parts) { // before they lose their memory
-    parts_[index].emplace_back(part);
+    each.parts.push_back(part.alias());
   }
   if (whole.tensor.defined() && !param.is_handle(whole.tensor)) {
     param.become_handle_around(whole.tensor, whole.parts);
   }
 }
 
-void ExtendedBucket::show_parts(size_t index) {
-  for (size_t k = 0; k < parts_[index].size(); ++k) {
-    params()[index]->set_part(k, parts_[index][k].memory);
+void ExtendedBucket::show_parts(const Extended& each) {
+  for (size_t k = 0; k < each.parts.size(); ++k) {
+    each.param.set_part(k, each.parts[k].numel() == 0 ? nullptr : each.parts[k].data_ptr());
   }
 }
 
 void ExtendedBucket::place(Param& param) {
-  const size_t index = index_of(param);
-  if (parts_[index].size() == 1) {
-    show_parts(index);
+  if (const Extended& each = all_[index_of(param)]; each.parts.size() == 1) {
+    show_parts(each);
   }
 }
 
 void ExtendedBucket::release() {
-  for (Param* param : params()) {
-    param->set_whole(nullptr);
-  }
-  for (auto& parts : parts_) {
-    parts.clear();
+  for (Extended& each : all_) {
+    each.param.set_whole(nullptr);
+    each.parts.clear();
   }
   gathered_.reset();
 }
@@ -238,17 +212,17 @@ void ExtendedBucket::check_writable() const {
       params()[0]->name());
 }
 
-void ExtendedBucket::begin_write(const Unit&) {
+void ExtendedBucket::begin_write() {
   // Other ranks never read the shards themselves.
 }
 
 int64_t ExtendedBucket::bytes() const {
   int64_t total = gathered_ ? gathered_->bytes() : 0;
-  for (const auto& parts : parts_) {
-    for (const Part& part : parts) {
-      total += part.keeps.device_type() == options().device.type() && part.keeps.allocator() != nullptr
-                   ? static_cast<int64_t>(part.keeps.nbytes()) // else a view of what was gathered
-                   : 0;
+  for (const Extended& each : all_) {
+    for (const at::Tensor& part : each.parts) {
+      const c10::Storage& memory = part.storage(); // or a view of what was gathered
+      const bool pays = memory.device_type() == unit_.device().type() && memory.allocator() != nullptr;
+      total += pays ? static_cast<int64_t>(memory.nbytes()) : 0;
     }
   }
   return total;

@@ -13,9 +13,11 @@ namespace fsdp::engine {
 /// wholes are made of what was gathered. The shards stay where they are; the home holds what is sent.
 class ExtendedBucket final : public Bucket {
  public:
-  explicit ExtendedBucket(BucketOptions options);
-  ~ExtendedBucket() override;
+  using Bucket::Bucket;
 
+  bool is_extended() const override {
+    return true;
+  }
   void add(Param* param, std::shared_ptr<GatherExtension> extension) override;
   bool reads_in_place() const override {
     return false;
@@ -30,25 +32,39 @@ class ExtendedBucket final : public Bucket {
   void release() override;
   void place(Param& param) override;
   void check_writable() const override;
-  void begin_write(const Unit& unit) override;
+  void begin_write() override;
   int64_t bytes() const override;
 
  private:
-  struct Sent;
-  struct Part;
+  /// One of the tensors that a parameter is sent as, of each rank.
+  struct Sent {
+    explicit Sent(const at::Tensor& tensor) : sizes(tensor.sizes().vec()), dtype(tensor.scalar_type()) {}
+    int64_t bytes() const;
+    std::vector<int64_t> sizes_of_all(int ranks) const;
+    bool operator==(const Sent& other) const = default;
 
-  std::vector<at::Tensor> made_before_gather(size_t index) const;
-  void settle(size_t index);
+    std::vector<int64_t> sizes;
+    c10::ScalarType dtype;
+  };
+  struct Extended {
+    Param& param;
+    std::shared_ptr<GatherExtension> extension;
+    std::vector<Sent> sent{};
+    size_t first_piece = 0; // of those in the home
+    std::vector<at::Tensor> parts{}; // of the whole parameter, with their memory; none unless gathered
+
+    std::vector<at::Tensor> made_before_gather() const;
+  };
+
   std::vector<Piece> pieces() const override;
+  void settle(Extended& each);
   void check_alike(const Label& label) const;
-  void write(size_t index, const std::vector<at::Tensor>& tensors, size_t first_piece);
-  std::vector<at::Tensor> gathered_tensors(size_t index, size_t first_piece) const;
-  void make_whole(size_t index, const std::vector<at::Tensor>& gathered);
-  void show_parts(size_t index);
+  void write(const Extended& each, const std::vector<at::Tensor>& tensors);
+  std::vector<at::Tensor> gathered_tensors(const Extended& each) const;
+  static void make_whole(Extended& each, const std::vector<at::Tensor>& gathered);
+  static void show_parts(const Extended& each);
 
-  std::vector<std::shared_ptr<GatherExtension>> extensions_; // by index, as all below
-  std::vector<std::vector<Sent>> sent_;
-  std::vector<std::vector<Part>> parts_; // empty unless gathered
+  std::vector<Extended> all_; // by index
 };
 
 } // namespace fsdp::engine

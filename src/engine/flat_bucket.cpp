@@ -38,7 +38,7 @@ void FlatBucket::settle(const Label& label) {
   }
   check_one_dtype(dtypes);
   Bucket::settle(label);
-  if (shown_as_one_ && !flat_shard_) {
+  if (unit_.flat()->shown_as_one && !flat_shard_) {
     flat_shard_ = std::make_shared<FlatShard>(*this);
     for (Param* param : params()) {
       param->show_as(flat_shard_->shown_for(*param));

@@ -18,8 +18,7 @@ void check_one_dtype(const std::vector<NamedDtype>& parameters);
 /// Parameters that are cut as one flat parameter: its home is a single piece, of which each is a part.
 class FlatBucket final : public Bucket {
  public:
-  /// `shown_as_one`: users see one flat shard in place of the parameters'.
-  FlatBucket(BucketOptions options, bool shown_as_one) : Bucket(std::move(options)), shown_as_one_(shown_as_one) {}
+  using Bucket::Bucket;
   void settle(const Label& label) override;
   void settle_among(int, const Label&) override {} // a flat unit is gathered among all, always
   bool lies_well(const Param& param) const override;
@@ -35,7 +34,6 @@ class FlatBucket final : public Bucket {
   void* slice(const Home& home, size_t index) const override;
   void* whole(const Gathered& gathered, size_t index) const override;
 
-  bool shown_as_one_;
   std::shared_ptr<FlatShard> flat_shard_;
 };
 

@@ -5,7 +5,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/util/Exception.h>
 
 #include "base/check.h"
 #include "base/view_into.h"
@@ -36,8 +35,8 @@ class PartOfFlat final : public ShownShard {
     const at::Tensor gradient = flat_->gradient();
     return gradient.defined() ? flat_->part_of(param_, gradient) : gradient;
   }
-  void give_gradient(at::Tensor) override {
-    TORCH_INTERNAL_ASSERT(false, "the flat shard gets the gradient of all its parameters at once");
+  void give_gradient(at::Tensor gradient) override { // of all its parameters at once
+    give_gradient_to(flat_->tensor(), std::move(gradient));
   }
   bool replaced() const override {
     return flat_->was_replaced();
@@ -60,47 +59,29 @@ FlatShard::FlatShard(const FlatBucket& bucket) : bucket_(bucket), storage_(c10::
 }
 
 FlatShard::~FlatShard() {
-  leave_storage();
-}
-
-// Views of it may live on, as nobody's; or it dies just now, on another thread.
-void FlatShard::leave_storage() {
-  if (const auto storage = storage_.lock()) {
-    tenant_->param = nullptr;
-  }
+  leave(storage_);
 }
 
 void FlatShard::lie_in(void* memory, std::shared_ptr<void> home, c10::Device device) {
   const InternalScope scope;
   Param* first = bucket_.params().front();
   const int64_t share[] = {first->layout().cut().chunk}, step[] = {1};
-  key({Role::kFlatShard, first, std::move(home)}, memory, {share, step, first->shard_dtype(), device});
+  const TensorGeometry geometry{share, step, first->shard_dtype(), device};
+  const at::Tensor keyed = make_keyed_tensor({Role::kFlatShard, first, std::move(home)}, memory, geometry);
+  leave(storage_);
+  take_data(tensor_, keyed);
+  storage_ = keyed.storage().getWeakStorageImpl();
   clear_gaps(tensor_.detach());
   replaced_ = false;
 }
 
 void FlatShard::was_given_data() {
-  const bool plain = tensor_.layout() == c10::kStrided && !tensor_.key_set().has(c10::DispatchKey::Python);
-  if (!plain || tensor_.is_meta() || tenant_of(tensor_) != nullptr) {
-    return;
+  if (is_strangers(tensor_)) {
+    const InternalScope scope;
+    leave(storage_);
+    storage_ = key_in_place(tensor_, Role::kFlatShard, bucket_.params().front(), geometry_of(tensor_));
+    replaced_ = true;
   }
-  const InternalScope scope;
-  void* memory = tensor_.numel() == 0 ? nullptr : tensor_.data_ptr();
-  const auto sizes = tensor_.sizes().vec(), strides = tensor_.strides().vec();
-  Tenant tenant{Role::kFlatShard, bucket_.params().front(), std::make_shared<c10::Storage>(tensor_.storage())};
-  key(std::move(tenant), memory, {sizes, strides, tensor_.scalar_type(), tensor_.device()});
-  replaced_ = true;
-}
-
-// Where it lies: from now on it is ours.
-void FlatShard::key(Tenant tenant, void* memory, const TensorGeometry& geometry) {
-  auto owned = std::make_unique<Tenant>(std::move(tenant));
-  Tenant* kept = owned.get();
-  const at::Tensor keyed = make_keyed_tensor(std::move(owned), memory, geometry);
-  leave_storage();
-  take_data(tensor_, keyed);
-  tenant_ = kept;
-  storage_ = keyed.storage().getWeakStorageImpl();
 }
 
 // And the padding.
@@ -138,10 +119,6 @@ at::Tensor FlatShard::part_of(const Param& param, const at::Tensor& flat) const 
   std::transform(strides.begin(), strides.end(), strides.begin(), [step](int64_t stride) { return stride * step; });
   const int64_t begin = std::min(cut.offset(param.rank()), cut.chunk);
   return flat.as_strided(sizes, strides, flat.storage_offset() + begin * step);
-}
-
-void FlatShard::give_gradient(const at::Tensor& gradient) {
-  itself_.give_gradient(gradient);
 }
 
 at::Tensor FlatShard::put_gradients_together() const {

@@ -9,7 +9,6 @@
 
 #include <fsdp/shown_shard.h>
 
-#include "engine/shard_itself.h"
 #include "engine/tenant.h"
 #include "engine/waiting_gradient.h"
 
@@ -39,8 +38,7 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   void was_given_data();
   /// Users have put other data behind it since it lies where it does.
   bool was_replaced() const {
-    return replaced_ ||
-           storage_._unsafe_get_target() != tensor_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+    return replaced_ || !lies_in(tensor_, storage_);
   }
   /// Users have put another tensor in its place.
   void replace(at::Tensor tensor) {
@@ -50,8 +48,6 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   at::Tensor part_of(const Param& param, const at::Tensor& flat) const;
   /// This rank's share of a tensor like the whole flat parameter, copied; zero where no parameter is.
   at::Tensor share_of(const at::Tensor& whole) const;
-  /// Adds to the gradient, or becomes it; then runs the hooks that wait for it.
-  void give_gradient(const at::Tensor& gradient);
   /// See Unit. It is one tensor, of which the parameters' gradients become views; zero where no gradient is.
   void show_waiting_gradient();
   void take_back_waiting_gradient();
@@ -63,17 +59,13 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   std::shared_ptr<ShownShard> shown_for(const Param& param);
 
  private:
-  void key(Tenant tenant, void* memory, const TensorGeometry& geometry);
-  void leave_storage();
   void clear_gaps(const at::Tensor& flat) const;
   at::Tensor put_gradients_together() const;
 
   const FlatBucket& bucket_;
   at::Tensor tensor_;
-  ShardItself itself_{tensor_};
   WaitingGradient waiting_;
-  Tenant* tenant_ = nullptr; // owned by the storage, which lives as long as `storage_` is not expired
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;
+  WeakStorage storage_; // in which it lies; users may give it other data
   bool replaced_ = false; // and it has the keys already
 };
 

@@ -33,9 +33,6 @@ class GivenTensors {
   const c10::OperatorHandle& op() const {
     return op_;
   }
-  const OperatorTraits& traits() const {
-    return traits_;
-  }
   const std::vector<GivenTensor>& all() const {
     return all_;
   }

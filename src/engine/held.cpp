@@ -44,7 +44,7 @@ HeldTensor held(const at::Tensor& tensor) {
       "'{}'",
       param->name());
   const auto& layout = param->layout();
-  const Mesh& mesh = param->bucket().options().mesh;
+  const Mesh& mesh = param->bucket().mesh();
   return {
       param->name(),
       layout.sizes(),

@@ -26,7 +26,6 @@
 #include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
 #include "engine/param.h"
-#include "engine/record_operator.h"
 #include "engine/recording.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -45,27 +44,20 @@ struct Call {
   TouchedUnits units;
   const Param* first_handle = nullptr;
   const Param* written_shard = nullptr;
-  c10::SmallVector<std::shared_ptr<Unit>, 1> written; ///< they stay whole until the operator has run
-  c10::SmallVector<Param*, 1> written_handles; ///< whose shards do not have it yet
+  struct Written {
+    std::shared_ptr<Unit> unit; // stays whole until the operator has run
+    Param* handle; // whose shard does not have it yet
+  };
+  c10::SmallVector<Written, 1> written;
 
   Call(const OperatorTraits& traits, const std::string& name) : traits(traits), name(name) {}
   Call(const Call&) = delete;
   Call& operator=(const Call&) = delete;
   ~Call() {
-    for (const Param* param : written_handles) {
+    for (const auto& [unit, param] : written) {
       param->bucket().expect_writes();
-    }
-    let_go();
-  }
-  void hold(Unit& unit) {
-    ++unit.held;
-    written.push_back(unit.shared_from_this());
-  }
-  void let_go() {
-    for (const auto& unit : written) {
       --unit->held;
     }
-    written.clear();
   }
 };
 
@@ -115,8 +107,8 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
         param.name());
     WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
-    call.hold(unit);
-    call.written_handles.push_back(&param);
+    ++unit.held;
+    call.written.push_back({unit.shared_from_this(), &param});
     return;
   }
   if (unit.has_params_on_meta()) { // before a step begins
@@ -147,21 +139,21 @@ void keep_writes(Call& call) {
   if (call.written.empty() || call.traits.writes_later) {
     return;
   }
-  const auto units = call.written; // alive
-  call.let_go();
+  const auto written = std::exchange(call.written, {});
+  for (const auto& each : written) {
+    --each.unit->held;
+  }
   WithoutCallersLock no_callers_lock;
-  for (Param* param : std::exchange(call.written_handles, {})) {
-    Unit& unit = param->unit();
-    auto lock = unit.runtime().lock();
+  for (const auto& [unit, param] : written) {
+    auto lock = unit->runtime().lock();
     InternalScope scope;
-    if (unit.held == 0) { // else a guard decides what becomes of it
-      unit.write_back(*param);
+    if (unit->held == 0) { // else a guard decides what becomes of it
+      unit->write_back(*param);
     }
   }
 }
 
-[[noreturn]] void refuse_gradient(const Tenant& tenant, Call& call) {
-  call.let_go();
+[[noreturn]] void refuse_gradient(const Tenant& tenant, const Call& call) {
   fail(
       "[gradient of '{}'] is on the shard that parameters() gives, but {} was given the gradient of a sharded "
       "parameter's handle, which holds no values. Build the optimizer from the model's parameters() after fully_shard, "
@@ -336,15 +328,6 @@ bool intercept_weights(const c10::OperatorHandle& op, const Call& call, torch::j
   return true;
 }
 
-/// Whether `deferred_init` has recorded it: then there is nothing else to do.
-bool was_recorded(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const bool recorded = is_recorded_here(op, *stack);
-  if (recorded) {
-    called_by_torch([&] { record(op, keys, stack); });
-  }
-  return recorded;
-}
-
 void intercept_at(
     c10::DispatchKey key, const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -448,7 +431,9 @@ struct Unboxed<Op, Result(Arguments...)> {
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   if (Recording::is_active()) [[unlikely]] {
-    if (was_recorded(op, keys, stack)) {
+    bool recorded = false;
+    called_by_torch([&] { recorded = record(op, keys, stack); });
+    if (recorded) {
       return;
     }
     const Recording::Pause pause;

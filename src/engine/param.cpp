@@ -13,7 +13,6 @@
 #include "engine/handle_meta.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
-#include "engine/shard_itself.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -55,7 +54,7 @@ class KeptLeaf {
 
 Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& original, layout::ParamLayout layout)
     : handle_(c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()),
-      shown_(std::make_shared<ShardItself>(shard_)),
+      shard_storage_(c10::intrusive_ptr<c10::StorageImpl>()),
       gathered_(original.scalar_type()),
       unit_(unit),
       bucket_(bucket),
@@ -66,11 +65,9 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
   set_name(std::move(name));
   InternalScope scope;
   if (original.is_meta()) {
-    auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, nullptr});
-    Tenant* tenant = owned.get();
     shard_ = make_keyed_tensor(
-        std::move(owned), nullptr, {shard_sizes_, shard_strides_, original.scalar_type(), c10::kMeta});
-    note_shard_storage(tenant);
+        {Role::kShard, this, nullptr}, nullptr, {shard_sizes_, shard_strides_, original.scalar_type(), c10::kMeta});
+    shard_storage_ = shard_.storage().getWeakStorageImpl();
     shard_.set_requires_grad(original.requires_grad());
     return;
   }
@@ -80,7 +77,7 @@ Param::Param(Unit& unit, Bucket& bucket, std::string name, const at::Tensor& ori
 
 void Param::set_name(std::string name) {
   name_ = std::move(name);
-  for (auto& [weak_storage, tenant, why_hollow_later] : handle_storages_) {
+  for (auto& [weak_storage, why_hollow_later] : handle_storages_) {
     std::string text = why_hollow();
     if (!why_hollow_later.empty()) {
       why_hollow_later = std::move(text);
@@ -127,36 +124,36 @@ at::Tensor Param::piece_in(const at::Tensor& source) const {
 Param::~Param() {
   end_watching();
   end_stand_in();
-  leave_shard_storage();
+  leave(shard_storage_);
 }
 
 int64_t Param::gathered_bytes() const {
   return layout_.numel() * static_cast<int64_t>(c10::elementSize(gathered_));
 }
 
-at::Tensor Param::view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
-  return tensor_at(memory, layout_.sizes(), layout_.strides(), at::TensorOptions().dtype(dtype).device(device));
+at::Tensor Param::view_as_whole(void* memory) const {
+  const auto options = at::TensorOptions().dtype(gathered_).device(unit_.device());
+  return tensor_at(memory, layout_.sizes(), layout_.strides(), options);
 }
 
-at::Tensor Param::flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::Device device) const {
-  return tensor_at(memory, {layout_.numel()}, at::TensorOptions().dtype(dtype).device(device));
+at::Tensor Param::flat_view_of_whole(void* memory) const {
+  return tensor_at(memory, {layout_.numel()}, at::TensorOptions().dtype(gathered_).device(unit_.device()));
 }
 
-void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device) {
+void Param::become_handle(at::Tensor tensor, c10::ScalarType dtype) {
   InternalScope scope;
   end_handle();
-  hollow_out(tensor, {layout_.sizes(), layout_.strides(), dtype, device});
-  install_handle(tensor, dtype, device);
+  hollow_out(tensor, {layout_.sizes(), layout_.strides(), dtype, unit_.device()});
+  install_handle(tensor);
 }
 
 void Param::become_handle_around(const at::Tensor& tensor, const std::vector<at::Tensor>& parts) {
   InternalScope scope;
   end_handle();
   for (const auto& part : parts) {
-    const auto sizes = part.sizes().vec(), strides = part.strides().vec();
-    hollow_out(part, {sizes, strides, part.scalar_type(), part.device()});
+    hollow_out(part, geometry_of(part));
   }
-  install_handle(tensor, tensor.scalar_type(), tensor.device());
+  install_handle(tensor);
 }
 
 void Param::end_handle() {
@@ -168,19 +165,15 @@ void Param::end_handle() {
 
 // Views of the former storages may live on, without memory.
 void Param::end_storages() {
-  for (const auto& each : handle_storages_) {
-    if (const auto alive = each.storage.lock()) {
-      each.tenant->param = nullptr;
-    }
+  for (auto& each : handle_storages_) {
+    leave(each.storage);
   }
   handle_storages_.clear();
 }
 
 void Param::hollow_out(at::Tensor tensor, const TensorGeometry& geometry) {
-  auto owned = std::make_unique<Tenant>(Tenant{Role::kHandle, this, unit_.shared_from_this()});
-  Tenant* tenant = owned.get();
-  auto hollow = make_keyed_tensor(std::move(owned), nullptr, geometry);
-  handle_storages_.push_back({hollow.storage().getWeakStorageImpl(), tenant, why_hollow()});
+  auto hollow = make_keyed_tensor({Role::kHandle, this, unit_.shared_from_this()}, nullptr, geometry);
+  handle_storages_.push_back({hollow.storage().getWeakStorageImpl(), why_hollow()});
   take_data(tensor, hollow);
   hollow.reset();
   set_part(handle_storages_.size() - 1, nullptr);
@@ -192,18 +185,18 @@ void Param::end_stand_in() {
   }
 }
 
-void Param::install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device) {
-  gathered_ = dtype;
+void Param::install_handle(const at::Tensor& handle) {
+  gathered_ = handle.scalar_type();
   if (!is_handle(handle)) {
     requires_grad_ = handle.requires_grad(); // what it says so far is nobody's wish
     hooked_ = stands_in_ = false;
   }
   handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
-  auto gradient_tenant = std::make_unique<Tenant>(Tenant{Role::kGradient, this, nullptr});
   end_stand_in();
   const at::Tensor former = std::exchange(
       stand_in_,
-      make_keyed_tensor(std::move(gradient_tenant), nullptr, {layout_.sizes(), layout_.strides(), dtype, device}));
+      make_keyed_tensor(
+          {Role::kGradient, this, nullptr}, nullptr, {layout_.sizes(), layout_.strides(), gathered_, handle.device()}));
   if (stands_in_ && handle.grad().is_same(former)) {
     handle.mutable_grad() = stand_in_;
   }
@@ -215,19 +208,11 @@ at::Tensor Param::handle() {
   auto impl = handle_.lock();
   if (!impl) {
     at::Tensor fresh = at::empty({0}, at::TensorOptions().dtype(gathered_).device(unit_.device()));
-    become_handle(fresh, gathered_, unit_.device());
-    unit_.place(*this);
+    become_handle(fresh, gathered_);
+    bucket_.place(*this);
     return fresh;
   }
   return at::Tensor(std::move(impl));
-}
-
-void Param::storage_died(const Tenant* tenant) {
-  if (tenant == shard_tenant_) {
-    shard_storage_ = nullptr;
-    shard_tenant_ = nullptr;
-  }
-  std::erase(watched_, tenant);
 }
 
 bool Param::handle_was_replaced(const at::Tensor& handle) const {
@@ -250,7 +235,7 @@ void Param::set_part(size_t part, void* memory) {
     return;
   }
   std::string& why_hollow = handle_storages_[part].why_hollow;
-  if (memory != nullptr || storage->nbytes() == 0 || unit_.runtime().is_looked_at()) {
+  if (memory != nullptr || unit_.runtime().is_looked_at()) {
     fill_storage(*storage, memory, why_hollow);
   } else {
     hollow_storage(*storage, why_hollow);
@@ -259,7 +244,7 @@ void Param::set_part(size_t part, void* memory) {
 
 void Param::let_look(bool looked_at) {
   for (auto* storages : {&handle_storages_, &put_aside_storages_}) {
-    for (auto& [weak_storage, tenant, why_hollow] : *storages) {
+    for (auto& [weak_storage, why_hollow] : *storages) {
       const auto storage = weak_storage.lock();
       if (!storage || storage->nbytes() == 0 || storage->_mutable_data_ptr_no_checks().get() != nullptr) {
         continue;

@@ -20,7 +20,6 @@ namespace fsdp::engine {
 
 class BackwardGraph;
 class Bucket;
-class ForwardGraph;
 class Unit;
 
 /// One sharded parameter: its handle, its shard, and the gradient on its way from one to the other.
@@ -58,7 +57,7 @@ class alignas(64) Param {
   }
   int64_t gathered_bytes() const;
   /// Turns `tensor` (and whoever shares its TensorImpl) into the handle: full shape, hollow.
-  void become_handle(at::Tensor tensor, c10::ScalarType dtype, c10::Device device);
+  void become_handle(at::Tensor tensor, c10::ScalarType dtype);
   /// The same for a tensor that consists of others, whose memory comes and goes.
   void become_handle_around(const at::Tensor& tensor, const std::vector<at::Tensor>& parts);
   bool is_handle(const at::Tensor& tensor) const {
@@ -66,6 +65,10 @@ class alignas(64) Param {
   }
   /// The handle; made anew if everybody let go of it.
   at::Tensor handle();
+  /// Undefined then.
+  at::Tensor present_handle() const {
+    return at::Tensor(handle_.lock());
+  }
   /// Puts memory under the handle, or takes it away (null).
   void set_whole(void* memory);
   /// Puts a writable copy under the handle, which takes its dtype and device until `end_copy`.
@@ -77,14 +80,12 @@ class alignas(64) Param {
   void set_part(size_t part, void* memory);
   /// A profiler begins, or ends, to note the addresses of all operators' arguments: that is no raw access.
   void let_look(bool looked_at);
-  /// Of the shard, or of what is watched.
-  void storage_died(const Tenant* tenant);
   /// Somebody gave the handle memory of its own, from which it was never gathered.
   bool handle_was_replaced(const at::Tensor& handle) const;
-  /// A view of memory as this parameter: full shape, its own strides, gathered dtype unless another is given.
-  at::Tensor view_as_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
+  /// A view of memory as this parameter: full shape, its own strides, gathered dtype.
+  at::Tensor view_as_whole(void* memory) const;
   /// The whole parameter's elements in memory order, as one dimension.
-  at::Tensor flat_view_of_whole(void* memory, c10::ScalarType dtype, c10::Device device) const;
+  at::Tensor flat_view_of_whole(void* memory) const;
 
   // -- the shard
 
@@ -142,11 +143,7 @@ class alignas(64) Param {
     handle_is_registered_ = true;
   }
   /// The shard's goes with it.
-  void follow_dropped_gradient() {
-    if (handle_is_registered_ && stands_in_) {
-      drop_gradient_with_handles();
-    }
-  }
+  void follow_dropped_gradient();
   /// By us, not by users.
   void stand_in_was_taken_off() {
     stands_in_ = false;
@@ -158,7 +155,7 @@ class alignas(64) Param {
   // -- gradients
 
   bool trainable() const {
-    return shown_->requires_grad();
+    return shown_ ? shown_->requires_grad() : shard_.requires_grad();
   }
   /// Users set `requires_grad` on the shard or on the handle: the other follows the one that has changed.
   void follow_requires_grad() {
@@ -174,15 +171,12 @@ class alignas(64) Param {
     }
   }
 
-  /// A forward may have used the handle.
-  void note_in(ForwardGraph& graph) const;
-  bool is_in(const BackwardGraph& graph) const;
   /// A checkpointed segment that uses it brings a gradient, once it is recomputed.
   void note_checkpointed_use(int64_t segment);
   /// A backward begins: `nested`, one within another, of which the counts above may know.
   void expect_gradient(const BackwardGraph& graph, bool nested);
-  /// A gradient has arrived: takes it off the handle.
-  void take_gradient(const at::Tensor& handle);
+  /// A gradient has arrived: takes it off the handle. Whether it is the last that its unit expects.
+  bool take_gradient(const at::Tensor& handle);
   void forget_uses();
   /// See Unit.
   void show_waiting_gradient();
@@ -200,17 +194,10 @@ class alignas(64) Param {
  private:
   at::Tensor piece_in(const at::Tensor& whole) const; // where it lies, if it lies as a shard does; else a copy
   std::string why_hollow() const;
-  /// Users may give the shard's tensor other data; until then it is in the storage that it was given last.
-  void note_shard_storage(Tenant* tenant);
-  void leave_shard_storage();
   void know_shard_again();
   void key_shard(const TensorGeometry& geometry);
-  bool shard_is_in_its_storage() const {
-    return shard_storage_ != nullptr &&
-           shard_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == shard_storage_;
-  }
   void hollow_out(at::Tensor tensor, const TensorGeometry& geometry);
-  void install_handle(const at::Tensor& handle, c10::ScalarType dtype, c10::Device device);
+  void install_handle(const at::Tensor& handle);
   void end_handle();
   void end_storages();
   void end_watching();
@@ -219,13 +206,12 @@ class alignas(64) Param {
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);
   void take_off_stand_in(at::Tensor& gradient);
-  void drop_gradient_with_handles();
 
   // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.
   c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
-  std::shared_ptr<ShownShard> shown_;
+  std::shared_ptr<ShownShard> shown_; // null: the shard itself
   at::Tensor shard_;
-  c10::StorageImpl* shard_storage_ = nullptr; // null once it has died
+  WeakStorage shard_storage_; // which it was given last; users may give it other data
   int expected_ = 0; // gradients
   c10::ScalarType gathered_;
   bool hooked_ = false;
@@ -236,14 +222,11 @@ class alignas(64) Param {
   Unit& unit_;
   Bucket& bucket_;
   int rank_;
-  Tenant* shard_tenant_ = nullptr; // owned by its storage
   at::Tensor stand_in_; // see Role::kGradient
   WaitingGradient waiting_;
   int64_t last_segment_ = -1; // that used it; no two are the same
   struct HollowStorage {
-    c10::weak_intrusive_ptr<c10::StorageImpl>
-        storage; // lives as long as any view of the handle, and dies on any thread
-    Tenant* tenant; // owned by it
+    WeakStorage storage;
     std::string why_hollow; // while there is memory; else the storage has it
   };
   c10::SmallVector<HollowStorage, 1> handle_storages_; // one, unless the handle consists of several tensors
@@ -252,10 +235,9 @@ class alignas(64) Param {
   c10::SmallVector<HollowStorage, 1> put_aside_storages_;
   layout::ParamLayout layout_;
   std::vector<int64_t> shard_sizes_, shard_strides_; // this rank's
-  std::vector<Tenant*> watched_; // owned by storages
+  std::vector<WeakStorage> watched_;
   std::vector<Forgetful> forgetful_;
   bool replaced_ = false; // the shard's data, and it has the keys already
-  bool shown_itself_ = true; // the shard
   std::string name_;
 };
 

@@ -12,7 +12,6 @@
 #include "engine/backward_graph.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
-#include "engine/forward_graph.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/runtime.h"
@@ -45,7 +44,7 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
 } // namespace
 
 at::Tensor Param::shard_gradient() const {
-  return waiting_.is_shown() ? waiting_.own(shard_) : shown_->gradient();
+  return waiting_.is_shown() || !shown_ ? waiting_.own(shard_) : shown_->gradient();
 }
 
 void Param::show_waiting_gradient() {
@@ -61,24 +60,24 @@ void Param::take_back_waiting_gradient() {
 }
 
 bool Param::gradient_was_dropped() const {
-  return shown_itself_ && !shard_.grad().defined();
+  return !shown_ && !shard_.grad().defined();
 }
 
-void Param::drop_gradient_with_handles() {
-  if (!shown_itself_ || gradient_was_dropped()) {
+void Param::follow_dropped_gradient() {
+  if (!handle_is_registered_ || !stands_in_ || shown_ || !shard_.grad().defined()) {
     return;
   }
-  if (const at::Tensor handle(handle_.lock()); handle.defined() && !handle.grad().defined()) {
+  if (const at::Tensor handle = present_handle(); handle.defined() && !handle.grad().defined()) {
     stands_in_ = false;
     shard_.mutable_grad().reset();
   }
 }
 
 void Param::give_shard_gradient(at::Tensor gradient) {
-  FlatShard* flat = bucket_.flat_shard();
+  const bool of_flat = bucket_.flat_shard() != nullptr;
   const bool lies_well =
       gradient.sizes() == c10::IntArrayRef(shard_sizes_) && gradient.strides() == c10::IntArrayRef(shard_strides_);
-  if (flat == nullptr && !lies_well) {
+  if (!of_flat && !lies_well) {
     gradient = view_into(gradient, gradient.scalar_type(), shard_sizes_, shard_strides_, 0);
   }
   const auto dtype = unit_.policy.keep_gradient_dtype ? gradient.scalar_type() : shard_.scalar_type();
@@ -86,13 +85,13 @@ void Param::give_shard_gradient(at::Tensor gradient) {
     gradient = gradient.to(shard_.device(), dtype);
   }
   UserScope scope;
-  flat != nullptr ? flat->give_gradient(gradient) : shown_->give_gradient(std::move(gradient));
+  shown_ ? shown_->give_gradient(std::move(gradient)) : give_gradient_to(shard_, std::move(gradient));
 }
 
 void Param::agree_on_requires_grad() {
   at::Tensor handle(handle_.lock());
-  if (handle.requires_grad() != requires_grad_) {
-    shown_->set_requires_grad(handle.requires_grad());
+  if (const bool wish = handle.requires_grad(); wish != requires_grad_) {
+    shown_ ? shown_->set_requires_grad(wish) : (void)shard_.set_requires_grad(wish);
   }
   const bool wanted = trainable();
   if (handle.is_leaf() && handle.requires_grad() != wanted) {
@@ -125,17 +124,6 @@ void Param::take_off_stand_in(at::Tensor& gradient) {
   }
 }
 
-void Param::note_in(ForwardGraph& graph) const {
-  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
-    graph.note(handle);
-  }
-}
-
-bool Param::is_in(const BackwardGraph& graph) const {
-  const at::Tensor handle(handle_.lock());
-  return handle.defined() && graph.has(handle);
-}
-
 void Param::note_checkpointed_use(int64_t segment) {
   if (segment != last_segment_) {
     last_segment_ = segment;
@@ -152,7 +140,7 @@ void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
   }
 }
 
-void Param::take_gradient(const at::Tensor& handle) {
+bool Param::take_gradient(const at::Tensor& handle) {
   if (at::Tensor arrived = handle.grad(); arrived.defined()) {
     handle.mutable_grad() = stand_in_;
     stands_in_ = true;
@@ -160,9 +148,7 @@ void Param::take_gradient(const at::Tensor& handle) {
       add_gradient(std::move(arrived));
     }
   } // else it was frozen since the graph was made, and so was its handle
-  if (expected_ > 0) {
-    unit_.gradient_came(--expected_ == 0);
-  }
+  return expected_ > 0 && unit_.gradient_came(--expected_ == 0);
 }
 
 void Param::add_gradient(at::Tensor arrived) {

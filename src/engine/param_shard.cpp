@@ -13,7 +13,7 @@
 namespace fsdp::engine {
 
 bool Param::shard_was_replaced() const {
-  return shown_->replaced() || replaced_ || (!shard_is_in_its_storage() && !on_meta());
+  return (shown_ && shown_->replaced()) || replaced_ || (!lies_in(shard_, shard_storage_) && !on_meta());
 }
 
 void Param::shard_was_given_data() {
@@ -28,25 +28,22 @@ void Param::keep_for_holders() {
 }
 
 void Param::know_shard_again() {
-  const bool plain = shard_.layout() == c10::kStrided && !shard_.key_set().has(c10::DispatchKey::Python);
-  if (!plain || on_meta() || tenant_of(shard_) != nullptr) {
-    return;
+  if (is_strangers(shard_)) {
+    InternalScope scope;
+    key_shard(geometry_of(shard_));
+    replaced_ = true;
   }
-  InternalScope scope;
-  const auto sizes = shard_.sizes().vec(), strides = shard_.strides().vec();
-  key_shard({sizes, strides, shard_.scalar_type(), shard_.device()});
-  replaced_ = true;
 }
 
 bool Param::takes_values_of_handle() const {
-  return shown_itself_ && !bucket_.options().extended && !on_meta() && (unit_.held == 0 || bucket_.is_private());
+  return !shown_ && !bucket_.is_extended() && !on_meta() && (unit_.held == 0 || bucket_.is_private());
 }
 
 void Param::take_values(const at::Tensor& whole) {
   InternalScope scope;
   const at::Tensor piece = piece_of(whole.detach());
   if (unit_.held > 0) { // a guard shows it, and writes back what it shows
-    unit_.private_copy(*this).copy_(whole);
+    bucket_.private_copy(*this).copy_(whole);
   } else {
     shard_.set_data(piece);
     know_shard_again();
@@ -62,41 +59,24 @@ void Param::remind_holders() const {
 
 // Where it lies: from now on it is ours.
 void Param::key_shard(const TensorGeometry& geometry) {
-  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(shard_.storage())});
-  Tenant* tenant = owned.get();
-  void* memory = shard_.numel() == 0 ? nullptr : shard_.data_ptr();
-  leave_shard_storage();
-  shard_.set_data(make_keyed_tensor(std::move(owned), memory, geometry));
-  note_shard_storage(tenant);
-}
-
-void Param::note_shard_storage(Tenant* tenant) {
-  shard_storage_ = shard_.storage().unsafeGetStorageImpl();
-  shard_tenant_ = tenant;
-}
-
-// Views of the former shard may live on, as nobody's.
-void Param::leave_shard_storage() {
-  shard_storage_ = nullptr;
-  if (Tenant* tenant = std::exchange(shard_tenant_, nullptr)) {
-    tenant->param = nullptr;
-  }
+  leave(shard_storage_);
+  shard_storage_ = key_in_place(shard_, Role::kShard, this, geometry);
 }
 
 void Param::adopt_replacement() {
-  if (!shown_->replaced()) {
+  if (!shown_ || !shown_->replaced()) {
     return;
   }
   at::Tensor replacement = shown_->replacement();
-  const bool same_values = !on_meta() && tenant_of(replacement) == shard_tenant_ &&
+  const bool same_values = !on_meta() && lies_in(replacement, shard_storage_) &&
                            replacement.const_data_ptr() == shard_.const_data_ptr() &&
                            replacement.sizes() == shard_.sizes() && replacement.strides() == shard_.strides() &&
                            replacement.scalar_type() == shard_.scalar_type();
-  if (shard_tenant_ != nullptr && same_values) { // another tensor around them, which `to()` makes of a DTensor's
+  if (same_values) { // another tensor around them, which `to()` makes of a DTensor's
     shard_ = std::move(replacement);
     return;
   }
-  leave_shard_storage();
+  leave(shard_storage_);
   end_watching();
   shard_ = std::move(replacement);
 }
@@ -113,9 +93,10 @@ void Param::values_change() {
 }
 
 void Param::end_watching() {
-  for (Tenant* tenant : std::exchange(watched_, {})) {
-    tenant->param = nullptr;
+  for (WeakStorage& storage : watched_) {
+    leave(storage);
   }
+  watched_.clear();
 }
 
 void Param::show_as(std::shared_ptr<ShownShard> shown) {
@@ -123,7 +104,6 @@ void Param::show_as(std::shared_ptr<ShownShard> shown) {
     shard_.set_requires_grad(false); // from now on it is a part of what is shown
   }
   shown_ = std::move(shown);
-  shown_itself_ = false;
 }
 
 void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device device) {
@@ -135,14 +115,12 @@ void Param::move_shard(void* memory, std::shared_ptr<void> home, c10::Device dev
       name_,
       shard_.sizes(),
       c10::IntArrayRef(shard_sizes_));
-  auto owned = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::move(home)});
-  Tenant* tenant = owned.get();
-  auto moved =
-      make_keyed_tensor(std::move(owned), memory, {shard_sizes_, shard_strides_, shard_.scalar_type(), device});
+  const TensorGeometry geometry{shard_sizes_, shard_strides_, shard_.scalar_type(), device};
+  auto moved = make_keyed_tensor({Role::kShard, this, std::move(home)}, memory, geometry);
   moved.copy_(shard_);
-  leave_shard_storage();
+  leave(shard_storage_);
   shard_.set_data(moved);
-  note_shard_storage(tenant);
+  shard_storage_ = moved.storage().getWeakStorageImpl();
   replaced_ = false;
 }
 
@@ -153,7 +131,7 @@ void Param::leave_whole() {
 }
 
 void Param::settle_shard_in_place() {
-  if (!std::exchange(replaced_, false) && shard_is_in_its_storage()) {
+  if (!std::exchange(replaced_, false) && lies_in(shard_, shard_storage_)) {
     return;
   }
   InternalScope scope;
@@ -165,12 +143,8 @@ void Param::watch(at::Tensor stored) {
     return;
   }
   InternalScope scope;
-  void* memory = stored.numel() == 0 ? nullptr : stored.data_ptr();
-  auto tenant = std::make_unique<Tenant>(Tenant{Role::kShard, this, std::make_shared<c10::Storage>(stored.storage())});
-  watched_.push_back(tenant.get());
-  const auto sizes = stored.sizes().vec(), strides = stored.strides().vec();
-  stored.set_data(
-      make_keyed_tensor(std::move(tenant), memory, {sizes, strides, stored.scalar_type(), stored.device()}));
+  std::erase_if(watched_, [](const WeakStorage& storage) { return storage.expired(); });
+  watched_.push_back(key_in_place(stored, Role::kShard, this, geometry_of(stored)));
 }
 
 } // namespace fsdp::engine

@@ -1,4 +1,4 @@
-#include "engine/record_operator.h"
+#include "engine/recording.h"
 
 #include <algorithm>
 #include <memory>
@@ -299,8 +299,17 @@ class RecordedCall {
 
 } // namespace
 
-void record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  RecordedCall(op, keys, stack).run_or_record();
+bool record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  bool sharded = false;
+  for (c10::IValue argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    change_tensors(argument, [&](const at::Tensor& tensor) {
+      sharded = sharded || (tenant_of(tensor) != nullptr && recorded_storage_of(tensor) == nullptr);
+    });
+  }
+  if (!sharded) {
+    RecordedCall(op, keys, stack).run_or_record();
+  }
+  return !sharded;
 }
 
 } // namespace fsdp::engine

@@ -20,13 +20,6 @@ c10::StorageImpl& storage_impl_of(const at::Tensor& tensor) {
   return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-void hollow_out(const at::Tensor& tensor, RecordedStorage& recorded) {
-  auto& storage = storage_impl_of(tensor);
-  if (storage.nbytes() > 0) {
-    hollow_storage(storage, recorded.why_hollow);
-  }
-}
-
 // A clone of what was written.
 std::shared_ptr<const Operation> made_of(at::Tensor bytes, std::shared_ptr<const Memory> memory) {
   static const auto clone = c10::Dispatcher::singleton().findSchemaOrThrow("aten::clone", "");
@@ -57,10 +50,9 @@ RecordedStorage* recorded_storage_of(const at::Tensor& tensor) {
 at::Tensor make_recorded_tensor(const TensorGeometry& geometry) {
   auto recorded = std::make_shared<RecordedStorage>();
   recorded->why_hollow = kWhyHollow;
-  auto tensor =
-      make_keyed_tensor(std::make_unique<Tenant>(Tenant{Role::kRecorded, nullptr, recorded}), nullptr, geometry);
+  auto tensor = make_keyed_tensor({Role::kRecorded, nullptr, recorded}, nullptr, geometry);
   recorded->memory = std::make_shared<Memory>(Memory{tensor.storage().nbytes(), geometry.device});
-  hollow_out(tensor, *recorded);
+  hollow_storage(storage_impl_of(tensor), recorded->why_hollow);
   return tensor;
 }
 
@@ -79,7 +71,7 @@ void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
     return;
   }
   at::Tensor written = std::exchange(recorded.written_by_address, {});
-  hollow_out(tensor, recorded);
+  hollow_storage(storage_impl_of(tensor), recorded.why_hollow);
   if (!overwritten) {
     recorded.values = made_of(std::move(written), recorded.memory);
   }

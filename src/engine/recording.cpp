@@ -5,7 +5,6 @@
 #include "base/check.h"
 #include "engine/given_tensors.h"
 #include "engine/recorded_storage.h"
-#include "engine/tensor_arguments.h"
 
 namespace fsdp::engine {
 
@@ -29,16 +28,6 @@ Recording::Pause::Pause() : depth_(std::exchange(depth, 0)) {
 
 Recording::Pause::~Pause() {
   depth = depth_;
-}
-
-bool is_recorded_here(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
-  bool sharded = false;
-  for (c10::IValue argument : torch::jit::last(stack, op.schema().arguments().size())) {
-    change_tensors(argument, [&](const at::Tensor& tensor) {
-      sharded = sharded || (tenant_of(tensor) != nullptr && recorded_storage_of(tensor) == nullptr);
-    });
-  }
-  return !sharded;
 }
 
 void use_recorded(const at::Tensor& recorded, const std::string& operation) {

@@ -44,8 +44,9 @@ class Recording {
   c10::impl::IncludeDispatchKeyGuard keys_;
 };
 
-/// Whether an operator that comes by during a recording is the recording's: nothing of it is sharded.
-bool is_recorded_here(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
+/// An operator is called during a recording: it is recorded, or it runs, if there is nothing to record. False if
+/// something of it is sharded: then it is not the recording's.
+bool record(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
 
 /// An operator outside of a recording reads or writes what was recorded. What is no parameter gets its values; a
 /// parameter is an Error.

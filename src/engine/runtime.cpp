@@ -15,7 +15,6 @@
 #include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
-#include "engine/running_calls.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
@@ -56,17 +55,14 @@ void Runtime::add(Unit& unit) {
 
 void Runtime::bound_reductions() {
   std::optional<int64_t> most;
-  for (const Unit* unit : units_) {
-    most = unit != nullptr ? std::max(most, unit->policy.max_reductions) : most;
-  }
+  each_unit([&](const Unit& unit) { most = std::max(most, unit.policy.max_reductions); });
   if (most) {
     reducer_.set_max_in_flight(*most);
   }
 }
 
 void Runtime::look_at_units() {
-  any_gathers_together_ = std::any_of(
-      units_.begin(), units_.end(), [](const Unit* unit) { return unit != nullptr && unit->gathers_together(); });
+  any_gathers_together_ = any_unit([](const Unit& unit) { return unit.gathers_together(); });
 }
 
 void Runtime::remove(Unit& unit) {
@@ -78,9 +74,7 @@ void Runtime::remove(Unit& unit) {
   if (last_ == &unit) {
     last_ = nullptr;
   }
-  const bool parameters_left = std::any_of(
-      units_.begin(), units_.end(), [](const Unit* left) { return left != nullptr && !left->params().empty(); });
-  if (!parameters_left) {
+  if (!any_unit([](const Unit& left) { return !left.params().empty(); })) {
     const auto last_ones = std::exchange(kept_, {});
   }
 }
@@ -114,11 +108,7 @@ void Runtime::adopt(Runtime& other) {
   kept_.insert(kept_.end(), kept.begin(), kept.end());
   is_last_backward_ = is_last_backward_ && other.is_last_backward_;
   post_optim_event_ = post_optim_event_ ? post_optim_event_ : other.post_optim_event_;
-  for (Unit* unit : std::vector<Unit*>(other.units_)) {
-    if (unit != nullptr) {
-      unit->join(self, static_cast<int>(units_.size()));
-    }
-  }
+  other.each_unit([&](Unit& unit) { unit.join(self, static_cast<int>(units_.size())); });
   training_.forget();
   evaluating_.forget();
 }
@@ -152,7 +142,7 @@ void Runtime::forward_begins() {
   if (!std::exchange(step_.has_begun, true)) {
     follow_requires_grad();
   }
-  if (!expects_calls_ || running_calls::any()) {
+  if (!expects_calls_ || running_calls > 0) {
     step_.has_forward = step_.graph_grows = true;
   } else {
     look_at_forward_graph(); // before this use, outside of all calls, records something
@@ -165,15 +155,15 @@ void Runtime::look_at_forward_graph() {
   }
   auto guard = lock();
   forward_graph_.forget_what_is_gone();
-  for (const Unit* unit : units_) {
-    for (size_t i = 0; unit != nullptr && i < unit->params().size(); ++i) {
-      unit->params()[i]->note_in(forward_graph_);
+  each_unit([this](const Unit& unit) {
+    for (const auto& param : unit.params()) {
+      forward_graph_.note(param->present_handle());
     }
-  }
+  });
 }
 
 bool Runtime::needs_old_values() {
-  if (!step_.has_forward || !expects_calls_ || running_calls::any()) {
+  if (!step_.has_forward || !expects_calls_ || running_calls > 0) {
     return step_.has_forward;
   }
   look_at_forward_graph();
@@ -193,11 +183,7 @@ void Runtime::check_not_broken(const char* operation) const {
 }
 
 void Runtime::follow_requires_grad() {
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->follow_requires_grad();
-    }
-  }
+  each_unit([](Unit& unit) { unit.follow_requires_grad(); });
 }
 
 void Runtime::follow_profiler() {
@@ -208,11 +194,11 @@ void Runtime::follow_profiler() {
   }
   auto guard = lock();
   looked_at_ = looked_at;
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->let_look(looked_at);
+  each_unit([looked_at](const Unit& unit) {
+    for (const auto& param : unit.params()) {
+      param->let_look(looked_at);
     }
-  }
+  });
 }
 
 namespace {
@@ -266,12 +252,10 @@ void Runtime::begin_backward() {
   } else {
     torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
   }
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->expect_gradients(graph, /*nested=*/false);
-      unit->take_back_waiting_gradients();
-    }
-  }
+  each_unit([&graph](Unit& unit) {
+    unit.expect_gradients(graph, /*nested=*/false);
+    unit.take_back_waiting_gradients();
+  });
 }
 
 void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
@@ -306,9 +290,9 @@ bool Runtime::take_gradient(Param& param, const at::Tensor& handle) {
   if (graph.id() != backward_.graph) {
     unit.expect_gradients(graph, /*nested=*/true);
   }
-  param.take_gradient(handle);
+  const bool all_have_come = param.take_gradient(handle);
   reducer_.progress(); // often: gradients in flight are memory
-  if (unit.take_ready()) {
+  if (all_have_come) {
     auto keep_alive = unit.shared_from_this();
     if (unit.policy.reshard_after_backward && unit.held == 0 && !unit.requested) {
       unit.reshard();
@@ -382,16 +366,14 @@ void Runtime::finish_backward() {
     if (unit->offloaded() && has_streams(device_)) { // the host may write: no copy of its shards may be under way
       unit->wait();
       for (const auto& bucket : unit->buckets()) {
-        bucket->begin_write(*unit);
+        bucket->begin_write();
       }
     }
   }
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      step_is_over ? unit->forget_uses() : unit->end_backward();
-      unit->show_waiting_gradients();
-    }
-  }
+  each_unit([step_is_over](Unit& unit) {
+    step_is_over ? unit.forget_uses() : unit.end_backward();
+    unit.show_waiting_gradients();
+  });
   if (step_is_over) {
     training_.end_step();
     end_step();
@@ -443,11 +425,7 @@ void Runtime::begin_step(bool certainly) {
       unit->reshard();
     }
   }
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->drop_shares();
-    }
-  }
+  each_unit([](Unit& unit) { unit.drop_shares(); });
   if (certainly) {
     end_unseen_writes();
   }
@@ -463,11 +441,7 @@ void Runtime::expect_unseen_writes() {
   auto guard = lock();
   InternalScope scope;
   WithoutCallersLock no_callers_lock;
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->expect_unseen_writes();
-    }
-  }
+  each_unit([](Unit& unit) { unit.expect_unseen_writes(); });
   unseen_writes_ = awaits_step_ = true;
 }
 
@@ -475,11 +449,7 @@ void Runtime::reset() {
   auto guard = lock();
   InternalScope scope;
   reducer_.abandon();
-  for (Unit* unit : units_) {
-    if (unit != nullptr) {
-      unit->reset();
-    }
-  }
+  each_unit([](Unit& unit) { unit.reset(); });
   training_.abandon_step();
   evaluating_.abandon_step();
   backward_ = {};
@@ -546,12 +516,10 @@ Event Runtime::make_event(EventKind kind, const Unit* unit) const {
       0,
       reducer_.in_flight(),
       reducer_.bytes_in_flight()};
-  for (const Unit* each : units_) {
-    if (each != nullptr) {
-      event.whole_bytes += each->whole_bytes();
-      event.gradient_bytes += each->gradient_bytes();
-    }
-  }
+  each_unit([&event](const Unit& each) {
+    event.whole_bytes += each.whole_bytes();
+    event.gradient_bytes += each.gradient_bytes();
+  });
   return event;
 }
 

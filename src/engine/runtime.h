@@ -1,11 +1,14 @@
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -14,7 +17,6 @@
 #include <c10/util/SmallVector.h>
 
 #include "base/stream.h"
-#include "engine/events.h"
 #include "engine/forward_graph.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
@@ -24,6 +26,20 @@ namespace fsdp::engine {
 class BackwardGraph;
 class Param;
 class Unit;
+
+enum class EventKind { kUnshard, kWait, kReshard, kReduce, kReduced, kEndBackward };
+
+/// Something the engine did, in the order in which it did it: for tests and traces.
+struct Event {
+  EventKind kind;
+  const std::string* unit; ///< null for events of the whole model
+  int whole_units; ///< units arriving or whole, after the event
+  int64_t whole_bytes; ///< memory this rank pays for them
+  int reducing; ///< reductions in flight
+  int64_t gradient_bytes; ///< whole gradients that have arrived and are not reduced
+};
+
+using Observer = std::function<void(const Event&)>;
 
 /// The units that one operator touches.
 using TouchedUnits = c10::SmallVector<Unit*, 4>;
@@ -44,6 +60,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// By number. Parents come before the units below them.
   const std::vector<Unit*>& units() const {
     return units_;
+  }
+  /// Those that live; others may go meanwhile.
+  template <class Body>
+  void each_unit(const Body& body) const {
+    for (Unit* unit : units_) {
+      if (unit != nullptr) {
+        body(*unit);
+      }
+    }
+  }
+  template <class Is>
+  bool any_unit(const Is& is) const {
+    return std::any_of(units_.begin(), units_.end(), [&](const Unit* unit) { return unit != nullptr && is(*unit); });
   }
   /// A unit without parameters has no handle that would keep it alive.
   void keep(std::shared_ptr<Unit> unit);
@@ -75,7 +104,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void write(Unit& unit, Param& param);
   /// A use of a trainable parameter whose graph is being recorded: a step has begun.
   void forward_begins();
-  /// The program says when modules are called (`running_calls`): a graph made outside of all calls is no forward.
+  /// Calls of sharded modules that run on this thread: what is recorded in one is a forward. Other graphs on parameters
+  /// may be made outside, such as that of the product which a low-rank adapter adds to a weight for good.
+  static inline thread_local int running_calls = 0;
+  /// The program says when modules are called: a graph made outside of all calls is no forward.
   void expect_calls() {
     expects_calls_ = true;
   }

@@ -86,10 +86,10 @@ void Runtime::call_ends() {
 }
 
 bool Runtime::leads_here(const BackwardGraph& graph) const {
-  return std::any_of(units_.begin(), units_.end(), [&](const Unit* unit) {
-    return unit != nullptr && std::any_of(unit->params().begin(), unit->params().end(), [&](const auto& param) {
-             return param->is_in(graph);
-           });
+  return any_unit([&graph](const Unit& unit) {
+    const auto& params = unit.params();
+    return std::any_of(
+        params.begin(), params.end(), [&](const auto& param) { return graph.has(param->present_handle()); });
   });
 }
 

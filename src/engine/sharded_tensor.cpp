@@ -104,7 +104,7 @@ bool is_sharded(const at::Tensor& tensor) {
 ShardedTensor sharded(const at::Tensor& shard) {
   const auto* flat = engine::flat_shard_of(shard);
   const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(shard);
-  const Mesh& mesh = param.bucket().options().mesh;
+  const Mesh& mesh = param.bucket().mesh();
   std::vector<Placement> placements(mesh.ndim());
   placements.back().shard_dim = param.layout().dim();
   if (flat != nullptr) {

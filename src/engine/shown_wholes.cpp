@@ -20,49 +20,31 @@ struct Whole {
   Param* param = nullptr; // the unit's
 };
 
-class Registry {
- public:
-  static Registry& get() {
-    static auto* const registry = new Registry; // guards may end with the process
-    return *registry;
-  }
-  void add(Whole whole) {
-    const std::lock_guard guard(mutex_);
-    const c10::TensorImpl* key = whole.tensor.unsafeGetTensorImpl();
-    wholes_.insert_or_assign(key, std::move(whole));
-    count_ = wholes_.size();
-  }
-  void remove(const at::Tensor& tensor) {
-    const std::lock_guard guard(mutex_);
-    wholes_.erase(tensor.unsafeGetTensorImpl());
-    count_ = wholes_.size();
-  }
-  Whole find(const at::Tensor& tensor) {
-    if (count_ == 0) { // mostly
-      return {};
-    }
-    const std::lock_guard guard(mutex_);
-    const auto found = wholes_.find(tensor.unsafeGetTensorImpl());
-    return found == wholes_.end() ? Whole() : found->second;
-  }
+std::mutex mutex;
+// Never destroyed: guards may end with the process.
+auto& wholes = *new std::unordered_map<const c10::TensorImpl*, Whole>;
+std::atomic<size_t> count = 0; // of them
 
-  /// Several guards may show it.
-  std::vector<at::Tensor> all_of(const Param& param) {
-    const std::lock_guard guard(mutex_);
-    std::vector<at::Tensor> tensors;
-    for (const auto& [key, whole] : wholes_) {
-      if (whole.param == &param) {
-        tensors.push_back(whole.tensor);
-      }
-    }
-    return tensors;
+Whole find(const at::Tensor& tensor) {
+  if (count == 0) { // mostly
+    return {};
   }
+  const std::lock_guard guard(mutex);
+  const auto found = wholes.find(tensor.unsafeGetTensorImpl());
+  return found == wholes.end() ? Whole() : found->second;
+}
 
- private:
-  std::mutex mutex_;
-  std::unordered_map<const c10::TensorImpl*, Whole> wholes_;
-  std::atomic<size_t> count_ = 0;
-};
+/// Several guards may show it.
+std::vector<at::Tensor> all_of(const Param& param) {
+  const std::lock_guard guard(mutex);
+  std::vector<at::Tensor> tensors;
+  for (const auto& [key, whole] : wholes) {
+    if (whole.param == &param) {
+      tensors.push_back(whole.tensor);
+    }
+  }
+  return tensors;
+}
 
 /// Users may want them in another dtype, or on another device, until the guard ends: to save them, say.
 bool fits(const at::Tensor& given, const at::Tensor& copy) {
@@ -72,33 +54,38 @@ bool fits(const at::Tensor& given, const at::Tensor& copy) {
 } // namespace
 
 void add(const at::Tensor& whole, Param& param) {
-  Registry::get().add({whole, param.unit().weak_from_this(), &param});
+  const std::lock_guard guard(mutex);
+  wholes.insert_or_assign(whole.unsafeGetTensorImpl(), Whole{whole, param.unit().weak_from_this(), &param});
+  count = wholes.size();
 }
 
 void remove(const at::Tensor& whole) {
-  Registry::get().remove(whole);
+  const std::lock_guard guard(mutex);
+  wholes.erase(whole.unsafeGetTensorImpl());
+  count = wholes.size();
 }
 
 std::shared_ptr<Unit> unit_of(const at::Tensor& tensor) {
-  return Registry::get().find(tensor).unit.lock();
+  return find(tensor).unit.lock();
 }
 
 // The values are copied: whose the data are may write them, or let them go. What was shown shows the copy.
 void was_given_data(const at::Tensor& tensor) {
-  const Whole given = Registry::get().find(tensor);
+  const Whole given = find(tensor);
   const auto unit = given.unit.lock();
   if (!unit || !unit->is_private()) {
     return;
   }
   const InternalScope scope;
   const auto lock = unit->runtime().lock();
-  const at::Tensor former = unit->private_copy(*given.param);
+  const Bucket& bucket = given.param->bucket();
+  const at::Tensor former = bucket.private_copy(*given.param);
   unit->go_on_with(*given.param, tensor);
-  const at::Tensor copy = unit->private_copy(*given.param);
+  const at::Tensor copy = bucket.private_copy(*given.param);
   if (copy.is_same(former)) {
     return; // they do not fit, which the guard's end says
   }
-  for (const at::Tensor& shown : Registry::get().all_of(*given.param)) {
+  for (const at::Tensor& shown : all_of(*given.param)) {
     if ((shown.is_same(tensor) || shown.is_alias_of(former)) && fits(shown, copy)) {
       shown.set_data(copy.alias());
     }

@@ -12,10 +12,12 @@ namespace fsdp::engine {
 namespace {
 
 void end_tenancy(void* context) {
-  std::unique_ptr<Tenant> tenant(static_cast<Tenant*>(context));
-  if (tenant->param != nullptr && tenant->role == Role::kShard) {
-    tenant->param->storage_died(tenant.get());
-  }
+  delete static_cast<Tenant*>(context);
+}
+
+Tenant* tenant_in(c10::StorageImpl& storage) {
+  auto& data = storage._mutable_data_ptr_no_checks();
+  return data.get_deleter() == &end_tenancy ? static_cast<Tenant*>(data.get_context()) : nullptr;
 }
 
 // Swaps the memory and keeps the tenant: dropping the old DataPtr would end its tenancy.
@@ -32,8 +34,7 @@ Tenant* tenant_of(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.key_set().has(kKey) || !tensor.has_storage()) {
     return nullptr;
   }
-  auto& data = tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks();
-  return data.get_deleter() == &end_tenancy ? static_cast<Tenant*>(data.get_context()) : nullptr;
+  return tenant_in(*tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
 }
 
 Param* param_of(const at::Tensor& tensor) {
@@ -52,6 +53,15 @@ bool is_handle(const at::Tensor& tensor) {
   return tenant != nullptr && tenant->role == Role::kHandle;
 }
 
+void leave(WeakStorage& storage) {
+  if (const auto alive = storage.lock()) {
+    if (Tenant* tenant = tenant_in(*alive)) { // none if users have given the storage other memory
+      tenant->param = nullptr;
+    }
+  }
+  storage.reset();
+}
+
 void take_data(const at::Tensor& tensor, const at::Tensor& data) {
   if (tensor.device().type() == data.device().type()) {
     tensor.set_data(data);
@@ -63,7 +73,7 @@ void take_data(const at::Tensor& tensor, const at::Tensor& data) {
   tensor.unsafeGetTensorImpl()->shallow_copy_from(data.getIntrusivePtr());
 }
 
-at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry) {
+at::Tensor make_keyed_tensor(Tenant tenant, void* memory, const TensorGeometry& geometry) {
   const auto dtype = c10::scalarTypeToTypeMeta(geometry.dtype);
   int64_t last = 0; // the farthest element
   bool empty = false;
@@ -75,7 +85,7 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
   auto storage = c10::make_intrusive<c10::StorageImpl>(
       c10::StorageImpl::use_byte_size_t(),
       bytes,
-      c10::DataPtr(memory, tenant.release(), &end_tenancy, geometry.device),
+      c10::DataPtr(memory, new Tenant(std::move(tenant)), &end_tenancy, geometry.device),
       /*allocator=*/nullptr,
       /*resizable=*/false);
   const auto dispatch_key = c10::computeDispatchKey(geometry.dtype, c10::kStrided, geometry.device);
@@ -88,26 +98,35 @@ at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const
   return tensor;
 }
 
-void fill_storage(c10::StorageImpl& storage, void* memory, std::string& why_hollow) {
+WeakStorage key_in_place(const at::Tensor& tensor, Role role, Param* param, const TensorGeometry& geometry) {
+  void* memory = tensor.numel() == 0 ? nullptr : tensor.data_ptr();
+  const at::Tensor keyed =
+      make_keyed_tensor({role, param, std::make_shared<c10::Storage>(tensor.storage())}, memory, geometry);
+  tensor.set_data(keyed);
+  return keyed.storage().getWeakStorageImpl();
+}
+
+bool is_strangers(const at::Tensor& tensor) {
+  const bool plain = tensor.layout() == c10::kStrided && !tensor.key_set().has(c10::DispatchKey::Python);
+  return plain && !tensor.is_meta() && tenant_of(tensor) == nullptr;
+}
+
+void fill_storage(c10::StorageImpl& storage, void* memory, [[maybe_unused]] std::string& why_hollow) {
   set_memory(storage, memory);
 #ifdef FSDP_HAS_DATA_PTR_GUARD
   if (auto& text = storage.get_extra_meta().custom_data_ptr_error_msg_) {
     why_hollow = std::move(*text);
   }
   storage.clear_data_ptr_access_error_msg_();
-#else
-  (void)why_hollow;
 #endif
 }
 
-void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow) {
+void hollow_storage(c10::StorageImpl& storage, [[maybe_unused]] std::string& why_hollow) {
   set_memory(storage, nullptr);
 #ifdef FSDP_HAS_DATA_PTR_GUARD
-  if (!why_hollow.empty()) { // else it has it already
+  if (storage.nbytes() > 0 && !why_hollow.empty()) { // else it has it already
     storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::exchange(why_hollow, {}));
   }
-#else
-  (void)why_hollow;
 #endif
 }
 

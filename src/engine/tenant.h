@@ -35,6 +35,9 @@ struct Tenant {
   std::shared_ptr<void> keeps; ///< the unit for a handle, the home for a shard, the record: freed with the storage
 };
 
+/// It lives on with views of what lay there; as nobody's, once it has been left. May die on any thread.
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
 /// Null for a tensor that is not ours. One pointer comparison: cheap enough for every operator.
 Tenant* tenant_of(const at::Tensor& tensor);
 
@@ -43,6 +46,13 @@ Param* param_of(const at::Tensor& tensor);
 /// The parameter whose shard this is; null for any other tensor, for views of a shard too.
 Param* param_of_shard(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);
+/// Whether the tensor is in this storage, and that is ours still.
+inline bool lies_in(const at::Tensor& tensor, const WeakStorage& storage) {
+  return tenant_of(tensor) != nullptr &&
+         tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl() == storage._unsafe_get_target();
+}
+/// The storage is no parameter's any more.
+void leave(WeakStorage& storage);
 
 struct TensorGeometry {
   c10::IntArrayRef sizes;
@@ -51,14 +61,23 @@ struct TensorGeometry {
   c10::Device device;
 };
 
+inline TensorGeometry geometry_of(const at::Tensor& tensor) {
+  return {tensor.sizes(), tensor.strides(), tensor.scalar_type(), tensor.device()};
+}
+
 /// As `set_data`, which refuses data of another kind of device (of the meta device, say).
 void take_data(const at::Tensor& tensor, const at::Tensor& data);
 
 /// A keyed tensor over `memory` (null: hollow), which it does not own. The storage owns `tenant`.
-at::Tensor make_keyed_tensor(std::unique_ptr<Tenant> tenant, void* memory, const TensorGeometry& geometry);
+at::Tensor make_keyed_tensor(Tenant tenant, void* memory, const TensorGeometry& geometry);
+/// The tensor becomes one where it lies, and keeps what it was in.
+WeakStorage key_in_place(const at::Tensor& tensor, Role role, Param* param, const TensorGeometry& geometry);
+/// Whether users have put other data into a tensor of ours, such as can become ours where they lie.
+bool is_strangers(const at::Tensor& tensor);
 
-/// Puts memory under a storage and all its views, or takes it away; then raw `data_ptr` access throws `why_hollow`.
-/// That text goes back and forth: to copy it at every step would take longer than all else here.
+/// Puts memory under a storage and all its views, or takes it away; then raw `data_ptr` access throws `why_hollow`,
+/// unless no memory is needed. That text goes back and forth: to copy it at every step would take longer than all else
+/// here.
 void fill_storage(c10::StorageImpl& storage, void* memory, std::string& why_hollow);
 void hollow_storage(c10::StorageImpl& storage, std::string& why_hollow);
 /// The tenancy ends: the storage takes another's memory for its own, as LibTorch's storages have.

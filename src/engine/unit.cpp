@@ -51,11 +51,11 @@ Unit::~Unit() {
   if (runtime_) {
     const auto lock = runtime_->lock(); // others of its model may go on another thread
     runtime_->remove(*this);
-    for (Unit* left : runtime_->units()) {
-      if (left != nullptr && left->parent_ == this) {
-        left->parent_ = parent_;
+    runtime_->each_unit([this](Unit& left) {
+      if (left.parent_ == this) {
+        left.parent_ = parent_;
       }
-    }
+    });
   }
 }
 
@@ -63,18 +63,16 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
   const Mesh& mesh = mesh_of(param, spec);
   const bool extended = param.placement.extension != nullptr;
   for (auto& bucket : buckets_) {
-    if (bucket->options().mesh == mesh && bucket->options().extended == extended) {
+    if (bucket->mesh() == mesh && bucket->is_extended() == extended) {
       return *bucket;
     }
   }
-  const bool pin = offload_ && offload_->pin_memory;
-  BucketOptions options{mesh, device_, offload_.has_value(), pin, spec.precision.param_dtype, extended};
   if (extended) {
-    buckets_.push_back(std::make_unique<ExtendedBucket>(std::move(options)));
-  } else if (spec.flat) {
-    buckets_.push_back(std::make_unique<FlatBucket>(std::move(options), spec.flat->shown_as_one));
+    buckets_.push_back(std::make_unique<ExtendedBucket>(*this, mesh));
+  } else if (flat_) {
+    buckets_.push_back(std::make_unique<FlatBucket>(*this, mesh));
   } else {
-    buckets_.push_back(std::make_unique<Bucket>(std::move(options)));
+    buckets_.push_back(std::make_unique<Bucket>(*this, mesh));
   }
   return *buckets_.back();
 }
@@ -95,7 +93,7 @@ void Unit::add_params(UnitSpec& spec) {
       param.leave_whole(); // which goes before the next one comes
     }
     bucket.add(&param, param_spec.placement.extension);
-    param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()), device_);
+    param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()));
     param_spec.tensor.reset();
   }
   for (auto& bucket : buckets_) {
@@ -112,17 +110,13 @@ void Unit::look_for_params_on_meta() {
 
 void Unit::settle(Bucket& bucket, const char* operation) {
   bucket.settle(label(operation));
-  if (runtime_) {
-    runtime_->shards_change(); // they were copied to where they are now
-  }
+  runtime_->shards_change(); // they were copied to where they are now
   if (policy.reshard_to) {
     bucket.settle_among(*policy.reshard_to, label(operation));
   }
   gathers_together_ =
       std::any_of(buckets_.begin(), buckets_.end(), [](const auto& each) { return each->gathers_together(); });
-  if (runtime_) {
-    runtime_->look_at_units();
-  }
+  runtime_->look_at_units();
 }
 
 void Unit::set_name(std::string name) {
@@ -280,7 +274,7 @@ void Unit::before_release(std::optional<Phase> left_in) {
   for (auto& bucket : buckets_) {
     if (bucket->is_private()) {
       runtime_->shards_change();
-      bucket->write_back(*this);
+      bucket->write_back();
     }
   }
 }
@@ -313,7 +307,7 @@ void Unit::before_shard_write(Param& param) {
   }
   runtime_->shards_change();
   param.bucket().values_change(param);
-  param.bucket().begin_write(*this);
+  param.bucket().begin_write();
 }
 
 void Unit::before_shard_read() {
@@ -334,7 +328,7 @@ void Unit::expect_unseen_writes() {
     param->values_change();
   }
   for (auto& bucket : buckets_) {
-    bucket->begin_write(*this);
+    bucket->begin_write();
   }
 }
 
@@ -366,7 +360,6 @@ void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
     param->values_change();
   }
   for (auto& bucket : buckets_) {
-    bucket->set_param_dtype(param_dtype);
     if (bucket->has_values()) {
       settle(*bucket, "train or eval");
     }
@@ -378,24 +371,18 @@ void Unit::check_materialized() const {
     return;
   }
   std::vector<std::string> missing; // here, and in the units that will be asked next
-  for (const Unit* unit : runtime_->units()) {
-    for (size_t i = 0; unit != nullptr && i < unit->params_.size(); ++i) {
-      if (unit->params_[i]->on_meta()) {
-        missing.push_back(unit->params_[i]->name());
+  runtime_->each_unit([&missing](const Unit& unit) {
+    for (const auto& param : unit.params_) {
+      if (param->on_meta()) {
+        missing.push_back(param->name());
       }
     }
-  }
+  });
   FSDP_CHECK(
       missing.empty(),
       "[unshard] FSDP parameters should be materialized from meta device before training, but the following were still "
       "on meta device: {}. Call to_empty(device) and initialize them, or load a checkpoint with assign=True",
       fsdp::join(missing));
-}
-
-void Unit::place(Param& param) {
-  if (state_ == UnitState::kWhole) {
-    param.bucket().place(param);
-  }
 }
 
 c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
@@ -451,12 +438,6 @@ void Unit::follow_requires_grad() {
   }
 }
 
-void Unit::let_look(bool looked_at) {
-  for (auto& param : params_) {
-    param->let_look(looked_at);
-  }
-}
-
 void Unit::expect_gradients(const BackwardGraph& graph, bool nested) {
   if (std::exchange(graph_, graph.id()) != graph.id()) {
     for (auto& param : params_) {
@@ -474,7 +455,6 @@ void Unit::end_backward() {
 void Unit::forget_uses() {
   end_backward();
   awaiting_ = 0;
-  ready_ = false;
   reduced = false;
   for (auto& param : params_) {
     param->forget_uses();

@@ -179,8 +179,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool is_private() const;
   /// What was written to a private copy reaches the shard.
   void write_back(const Param& param);
-  /// The writable copy itself: a plain tensor.
-  at::Tensor private_copy(const Param& param) const;
   /// A private copy makes room for one of other data, of the same sizes.
   void go_on_with(Param& param, const at::Tensor& data);
   /// Drops private copies without writing them back.
@@ -218,7 +216,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void use_backend_memory(bool enable);
   /// What was chosen of the above for another unit. Collective.
   void exchange_as(const Unit& other);
-  bool has_other_gather_group() const;
+  bool has_other_gather_group() const {
+    return exchange_.all_gather != nullptr;
+  }
 
   // -- shards
 
@@ -238,7 +238,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   /// An error that names the parameters that have no values yet.
   void check_materialized() const;
-  void place(Param& param);
 
   // -- gradients
 
@@ -250,18 +249,15 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void expect_gradients(bool first_use_of_param) {
     awaiting_ += first_use_of_param ? 1 : 0;
   }
-  void gradient_came(bool last_use_of_param) {
+  /// Whether it is the last of all that were expected.
+  bool gradient_came(bool last_use_of_param) {
     awaiting_ -= last_use_of_param ? 1 : 0;
-    ready_ = ready_ || (last_use_of_param && awaiting_ == 0);
+    return last_use_of_param && awaiting_ == 0;
   }
   /// Where streams are at work: a gradient has arrived on the current one. `adds`: to one that may have come on
   /// another.
   void gradient_on_stream(bool adds);
   StreamUses gradient_streams; ///< on which gradients arrived that are not being reduced
-  /// All gradients that were expected are in; true once per time that happens.
-  bool take_ready() {
-    return std::exchange(ready_, false);
-  }
   /// Gradients have come since the last reduction; or, without one in this backward, something else has to be reduced:
   /// what an earlier backward put off, zeros in place of gradients that did not come.
   bool awaits_reduction() const;
@@ -280,7 +276,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// What was kept for a gather among neighbours may be old.
   void drop_shares();
   void follow_requires_grad();
-  void let_look(bool looked_at);
   /// After a step that broke off.
   void reset();
 
@@ -311,7 +306,6 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool on_streams_ = false; // the device has streams
   bool on_meta_ = false; // some parameters are
   bool gathers_together_ = false;
-  bool ready_ = false;
   int awaiting_ = 0; // parameters whose gradients are expected
   int number_ = 0;
   int graph_ = -1; // the backward whose gradients are expected

@@ -68,10 +68,4 @@ void Unit::exchange_as(const Unit& other) {
   }
 }
 
-bool Unit::has_other_gather_group() const {
-  return std::any_of(buckets_.begin(), buckets_.end(), [](const auto& bucket) {
-    return bucket->gather_group != bucket->shared_shard_group();
-  });
-}
-
 } // namespace fsdp::engine

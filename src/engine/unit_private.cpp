@@ -67,15 +67,11 @@ void Unit::write_back(const Param& param) {
   }
   runtime_->shards_change();
   try {
-    param.bucket().write_back(*this, param);
+    param.bucket().write_back(param);
   } catch (...) { // nobody is to read what the shards do not have
     discard_private();
     throw;
   }
-}
-
-at::Tensor Unit::private_copy(const Param& param) const {
-  return param.bucket().private_copy(param);
 }
 
 void Unit::go_on_with(Param& param, const at::Tensor& data) {

@@ -87,18 +87,16 @@ bool is_called(const std::shared_ptr<Unit>& unit) {
 
 std::vector<Impl::Synced> synced_below(const Unit& root) {
   std::vector<Impl::Synced> all;
-  for (Unit* unit : root.runtime().units()) {
-    if (unit != nullptr && (unit == &root || root.is_ancestor_of(*unit))) {
-      all.push_back({unit->weak_from_this(), unit->policy.requires_gradient_sync, unit->policy.requires_all_reduce});
+  root.runtime().each_unit([&](Unit& unit) {
+    if (&unit == &root || root.is_ancestor_of(unit)) {
+      all.push_back({unit.weak_from_this(), unit.policy.requires_gradient_sync, unit.policy.requires_all_reduce});
     }
-  }
+  });
   return all;
 }
 
 void check_idle(const std::shared_ptr<Unit>& unit, const char* operation) {
-  const auto& units = unit->runtime().units();
-  const bool summoned =
-      std::any_of(units.begin(), units.end(), [](const Unit* each) { return each != nullptr && each->summoned > 0; });
+  const bool summoned = unit->runtime().any_unit([](const Unit& each) { return each.summoned > 0; });
   const char* state = summoned ? "SUMMON_FULL_PARAMS" : "FORWARD_BACKWARD";
   FSDP_CHECK(
       !summoned && !is_called(unit) && !unit->runtime().backward_runs(),

@@ -73,7 +73,7 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
   for (const auto& slot : nn::slots_of(root)) {
     const auto* param = engine::param_of(slot.tensor);
     FSDP_CHECK(
-        param == nullptr || !param->bucket().options().extended,
+        param == nullptr || !param->bucket().is_extended(),
         "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
         "state_dict",
         slot.path);
@@ -139,7 +139,7 @@ CopiedParams fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::M
     } else {
       parameter.set_data(found->second);
       const engine::Param& param = *found->first;
-      copied.placements[parameter.unsafeGetTensorImpl()] = {param.layout().dim(), param.bucket().options().mesh};
+      copied.placements[parameter.unsafeGetTensorImpl()] = {param.layout().dim(), param.bucket().mesh()};
     }
   }
   return copied;

@@ -90,11 +90,11 @@ std::vector<Unit*> units_of(const torch::nn::Module& module) {
 std::vector<Unit*> units_of(const FSDPModule& module) {
   Unit* top = module.unit().get();
   std::vector<Unit*> units{top};
-  for (Unit* unit : top->runtime().units()) {
-    if (unit != nullptr && top->is_ancestor_of(*unit)) {
-      units.push_back(unit);
+  top->runtime().each_unit([&](Unit& unit) {
+    if (top->is_ancestor_of(unit)) {
+      units.push_back(&unit);
     }
-  }
+  });
   return units;
 }
 

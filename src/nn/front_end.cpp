@@ -14,7 +14,6 @@
 #include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
 #include "engine/put_together.h"
-#include "engine/running_calls.h"
 #include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -60,8 +59,8 @@ void restore_handle(const FSDPModule& module, const at::Tensor& handle) {
   const at::Tensor given = handle.clone(); // which may be another handle's
   {
     auto lock = module.unit()->runtime().lock();
-    param.become_handle(handle, param.gathered_dtype(), module.unit()->device());
-    module.unit()->place(param);
+    param.become_handle(handle, param.gathered_dtype());
+    param.bucket().place(param);
   }
   try {
     if (!param.on_meta() && !at::equal(handle, given.to(handle.options()))) {
@@ -184,11 +183,11 @@ ModuleCall::ModuleCall(const FSDPModule& module) {
     begin_root(runtime);
     root_ = runtime.shared_from_this();
   }
-  engine::running_calls::begin();
+  ++engine::Runtime::running_calls;
 }
 
 ModuleCall::~ModuleCall() {
-  engine::running_calls::end();
+  --engine::Runtime::running_calls;
   if (root_) {
     root_->call_ends();
   }
@@ -196,7 +195,7 @@ ModuleCall::~ModuleCall() {
 
 bool has_open_forward(const FSDPModule& module) {
   const bool recomputes = torch::autograd::get_current_graph_task_id() >= 0;
-  return !recomputes && !engine::running_calls::any() && module.unit()->runtime().in_forward();
+  return !recomputes && engine::Runtime::running_calls == 0 && module.unit()->runtime().in_forward();
 }
 
 void expect_calls(const FSDPModule& module) {

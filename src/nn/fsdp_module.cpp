@@ -19,11 +19,11 @@ void for_each_unit(Unit& top, bool recurse, const Do& apply) {
   if (!recurse) {
     return;
   }
-  for (Unit* unit : top.runtime().units()) {
-    if (unit != nullptr && top.is_ancestor_of(*unit)) {
-      apply(*unit);
+  top.runtime().each_unit([&](Unit& unit) {
+    if (top.is_ancestor_of(unit)) {
+      apply(unit);
     }
-  }
+  });
 }
 
 void check_root(const Unit& unit, const char* operation) {

@@ -143,12 +143,12 @@ std::optional<ShardPlacement> placement_of(const FullyShardOptions& options, con
 
 void check_one_mesh(const Param& param, const Slot& slot, const std::optional<ShardPlacement>& placement) {
   FSDP_CHECK(
-      !placement || !placement->mesh || *placement->mesh == param.bucket().options().mesh,
+      !placement || !placement->mesh || *placement->mesh == param.bucket().mesh(),
       "[fully_shard] '{}' is the same parameter as '{}', which already lies on {}: a parameter cannot be in two "
       "meshes, and {} was asked for. Give both names the same mesh, or none",
       slot.path,
       param.name(),
-      param.bucket().options().mesh.str(),
+      param.bucket().mesh().str(),
       placement->mesh->str());
 }
 

@@ -60,9 +60,7 @@ std::mutex mutex;
 std::unordered_map<const torch::nn::Module*, Entry>& entries = *new std::unordered_map<const torch::nn::Module*, Entry>;
 
 bool has_parameters(const engine::Runtime& runtime) {
-  const auto& units = runtime.units();
-  return std::any_of(
-      units.begin(), units.end(), [](const auto* each) { return each != nullptr && !each->params().empty(); });
+  return runtime.any_unit([](const engine::Unit& unit) { return !unit.params().empty(); });
 }
 
 std::vector<Entry> take_dead_ones() {

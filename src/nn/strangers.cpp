@@ -47,8 +47,7 @@ bool has_strangers(const torch::nn::Module& module) {
 }
 
 bool shows_wholes(const engine::Unit& unit) {
-  const auto& units = unit.runtime().units();
-  return std::any_of(units.begin(), units.end(), [](const auto* each) { return each != nullptr && each->held > 0; });
+  return unit.runtime().any_unit([](const engine::Unit& each) { return each.held > 0; });
 }
 
 class Search {

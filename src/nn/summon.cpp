@@ -75,7 +75,7 @@ struct SummonedParams::Impl {
   }
   void restore();
   void give_back(Unit& unit);
-  void write_back(Unit& unit, Param& param, const Whole& shown) const;
+  static void write_back(Param& param, const Whole& shown);
 };
 
 namespace {
@@ -146,7 +146,7 @@ void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   unit->follow_requires_grad();
   for (const auto& param : unit->params()) {
     // An alias: users may give their tensor other data. A copy, where another guard shows it on a device.
-    const at::Tensor copy = unit->private_copy(*param);
+    const at::Tensor copy = param->bucket().private_copy(*param);
     const at::Tensor whole = options.offload_to_cpu ? copy.to(c10::kCPU) : copy;
     param->keep_for_holders(); // of a recurrent module, whose `to()` may come
     const at::Tensor shown = whole.is_same(copy) ? copy.alias() : whole;
@@ -189,7 +189,7 @@ void SummonedParams::Impl::show(const std::vector<Slot>& slots) {
 
 // What lies in the private copy reaches the shard when the unit is resharded. A graph that has saved the parameter is
 // told of writes as it would be where nothing is sharded: not of those through `data`.
-void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& shown) const {
+void SummonedParams::Impl::write_back(Param& param, const Whole& shown) {
   const at::Tensor& whole = shown.tensor;
   FSDP_CHECK(
       whole.sizes() == param.layout().sizes(),
@@ -198,7 +198,7 @@ void SummonedParams::Impl::write_back(Unit& unit, Param& param, const Whole& sho
       param.name(),
       whole.sizes(),
       c10::IntArrayRef(param.layout().sizes()));
-  const at::Tensor copy = unit.private_copy(param);
+  const at::Tensor copy = param.bucket().private_copy(param);
   const bool shares_memory = whole.is_alias_of(copy);
   if (!shares_memory || whole.strides() != copy.strides()) {
     copy.copy_(shares_memory ? whole.clone() : whole);
@@ -247,7 +247,7 @@ void SummonedParams::Impl::give_back(Unit& unit) {
   try {
     for (const auto& param : unit.params()) {
       if (auto found = wholes.find(param.get()); writes && found != wholes.end()) {
-        write_back(unit, *param, found->second);
+        write_back(*param, found->second);
       }
     }
   } catch (...) {

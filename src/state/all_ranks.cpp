@@ -46,7 +46,7 @@ std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char*
     if (tensor.param == nullptr) {
       continue;
     }
-    const Mesh& mesh = tensor.param->bucket().options().mesh;
+    const Mesh& mesh = tensor.param->bucket().mesh();
     FSDP_CHECK(
         !all || *all == mesh,
         "[{}] values go from rank to rank only where all parameters are on one mesh, but these lie on {} and {}: give "

@@ -80,7 +80,7 @@ std::vector<std::shared_ptr<engine::Unit>> units_of(const std::vector<NamedTenso
 bool is_first_rank(const std::vector<NamedTensor>& tensors) {
   for (const auto& tensor : tensors) {
     if (tensor.param != nullptr) {
-      const Mesh& mesh = tensor.param->bucket().options().mesh;
+      const Mesh& mesh = tensor.param->bucket().mesh();
       for (int dim = 0; dim < mesh.ndim(); ++dim) {
         if (mesh.coordinate(dim) != 0) {
           return false;

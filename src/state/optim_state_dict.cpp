@@ -149,7 +149,7 @@ class WholeStates {
         }
       }
     }
-    const auto wholes = engine::put_together(pieces, target(bucket.options().device), label);
+    const auto wholes = engine::put_together(pieces, target(bucket.unit().device()), label);
     for (size_t i = 0; wanted_ && i < pieces.size(); ++i) {
       if (const NamedTensor* named = optimizer_.find(pieces[i].param->shard())) {
         wholes_[named].tensors[key] = wholes[i];
