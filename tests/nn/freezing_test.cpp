@@ -103,5 +103,49 @@ TEST_P(Freezing, BetweenForwardAndBackwardDropsTheGradient) {
   });
 }
 
+std::vector<at::Tensor> gradients(nn::Sequential& model) {
+  std::vector<at::Tensor> all;
+  for (const auto& shard : parameters(*model)) {
+    all.push_back(sharded(shard).full_grad());
+  }
+  return all;
+}
+
+// As adapters are switched off, for a reference, between a forward and its backward.
+TEST_P(Freezing, ForAForwardInBetweenKeepsTheGradient) {
+  on_threads(GetParam(), [] {
+    auto model = sharded_model();
+    auto& first = *model[0]->as<nn::Linear>();
+    // Of the first weight the backward reads nothing before its gradient comes, unless the input needs one too.
+    for (const bool of_input : {false, true}) {
+      const auto input = torch::ones({2, 4}, torch::requires_grad(of_input));
+      model->zero_grad();
+      model->forward(input).sum().backward();
+      const auto expected = gradients(model);
+      for (const auto& way : ways()) {
+        for (at::Tensor weight : {first.weight, model->parameters()[0]}) {
+          for (const bool records : {false, true}) {
+            SCOPED_TRACE(phrase("{} of {}, records {}", way.name, weight.is_same(first.weight), records));
+            model->zero_grad();
+            const auto loss = model->forward(input).sum();
+            way.set(weight, false);
+            {
+              const c10::AutoGradMode grad_mode(records);
+              model->forward(torch::ones({2, 4}));
+            }
+            way.set(weight, true);
+            loss.backward();
+            const auto found = gradients(model);
+            for (size_t i = 0; i < expected.size(); ++i) {
+              ASSERT_TRUE(found[i].defined()) << i;
+              EXPECT_TRUE(at::equal(found[i], expected[i])) << i;
+            }
+          }
+        }
+      }
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -292,6 +292,25 @@ def test_writes_that_a_graph_would_miss_are_refused_all_the_same():
         product.backward()
 
 
+def compared_with_itself(model, batch):
+    """The loss of a model beside its own outputs without adapters, as TRL's preference training makes it with PEFT's."""
+    out = model(batch)
+    adapters = [layer for each in (model[0], model[2]) for layer in (each.down, each.up)]
+    for layer in adapters:
+        layer.requires_grad_(False)
+    with torch.no_grad():
+        known = model(batch)
+    for layer in adapters:
+        layer.requires_grad_(True)
+    return (out * known).sum() / len(batch)
+
+
+@on_ranks(2)
+def test_what_is_frozen_for_another_forward_gets_its_gradients():
+    reference, model = sharded_adapted()
+    check_training(model, reference, compared_with_itself, (4,), exact=True, steps=2)
+
+
 class Head(nn.Module):
     """Two modules with one bias, tied as BERT's are: ``tie`` gives it other data of the same values."""
 
