@@ -55,6 +55,15 @@ def test_trains_as_pytorchs(strategy):
             optimizer.zero_grad()
 
 
+@on_ranks(2)
+def test_a_flat_parameter_moves_to_memory_that_processes_share():
+    """Its storage stays the same, and gets other memory."""
+    model = wrapped(seeded(blocks), FSDP)
+    model.share_memory()
+    assert all(flat.is_shared() for flat in model.parameters())
+    check_training(model, seeded(blocks), STRATEGIES[0])
+
+
 @on_ranks(2, comm=("shm",))
 def test_every_optimizer_trains():
     optim = torch.optim
