@@ -145,7 +145,7 @@ TEST(Division, OnlyFp16DividesBeforeTheSum) {
 TEST(Division, DividesTruly) {
   const at::Tensor tensor = at::tensor({1.0f, 10.0f});
   const at::Tensor expected = tensor / 3;
-  divide_({tensor}, 3);
+  divide_(tensor, 3);
   EXPECT_TRUE(tensor.equal(expected));
   const at::Tensor integers = at::tensor({7, -7}, at::kLong);
   divide_(integers, 2);
