@@ -164,7 +164,6 @@ std::unique_ptr<Work> C10dGroup::reduce_scatter(ReduceScatter args, const Label&
 
 std::unique_ptr<Work> C10dGroup::all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
   announce_write(tensor);
-  check_plain_memory(tensor, label);
   return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
 }
 

@@ -96,7 +96,7 @@ bool Pending::done() const {
 
 void Pending::finish() {
   if (channel_) {
-    wait_for_works(*channel_);
+    wait_for_works();
     works_.clear();
     channel_.reset(); // not before: who waits again after an error is told again
   }
@@ -106,14 +106,14 @@ void Pending::block_current_stream() {
   if (device_.is_cpu()) {
     finish();
   } else if (channel_) {
-    wait_for_works(*channel_);
+    wait_for_works();
   }
 }
 
-void Pending::wait_for_works(Channel& channel) {
-  channel.throw_if_failed(id_);
+void Pending::wait_for_works() {
+  channel_->throw_if_failed(id_);
   for (const auto& work : works_) {
-    channel.wait(*work, id_, device_);
+    channel_->wait(*work, id_, device_);
   }
 }
 

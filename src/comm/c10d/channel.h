@@ -45,7 +45,7 @@ class Pending {
   void block_current_stream();
 
  private:
-  void wait_for_works(Channel& channel);
+  void wait_for_works();
 
   std::shared_ptr<Channel> channel_; // null once finished
   CollectiveId id_;
@@ -71,9 +71,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   }
   int size() const {
     return size_;
-  }
-  const std::string& name() const {
-    return name_;
   }
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
     return *process_group_;

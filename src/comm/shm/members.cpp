@@ -10,7 +10,6 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "comm/process.h"
-#include "comm/shm/futex.h"
 #include "comm/within_limit.h"
 #include "comm/words.h"
 
@@ -80,12 +79,11 @@ Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<
       watched_(static_cast<size_t>(place.size)) {
   mine_->pid = process_;
   mine_->started = process_start(process_).value_or(0);
-  mine_->presence.store(Presence::kHere);
 }
 
 Members::~Members() {
   if (!inherited()) {
-    mine_->presence.store(Presence::kLeft);
+    mine_->left.store(1);
     wake_waiting();
   }
 }
@@ -126,10 +124,6 @@ void Members::wake_waiting() const {
 void Members::ring(RankSlot& slot) const {
   slot.bell.fetch_add(1);
   futex_wake_all(slot.bell);
-}
-
-void Members::relax_core() {
-  relax();
 }
 
 void Members::set_errand(Errand* errand) {
@@ -196,7 +190,7 @@ void Members::time_is_up(int peer, const Label& label) {
 
 bool Members::gone(int peer) const {
   RankSlot& other = slot(peer);
-  if (other.presence.load() == Presence::kLeft) {
+  if (other.left.load() != 0) {
     return true;
   }
   if (other.pid == process_) {
@@ -213,7 +207,7 @@ std::string Members::last_words(int peer) const {
 }
 
 std::string Members::fate(int peer) const {
-  const bool left = slot(peer).presence.load() == Presence::kLeft;
+  const bool left = slot(peer).left.load() != 0;
   return phrase(
       "rank {}{} (its last operation: {})", peer, left ? " has left the group" : " has died", last_words(peer));
 }

@@ -13,6 +13,7 @@
 #include "comm/process.h"
 #include "comm/shm/control.h"
 #include "comm/shm/errands.h"
+#include "comm/shm/futex.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp::shm {
@@ -91,7 +92,7 @@ class Members {
     }
     const tracing::Span span("wait for rank", label.unit, peer);
     for (int i = 0; i < spins_; ++i) {
-      relax_core();
+      relax();
       if (come(peer)) {
         return;
       }
@@ -161,7 +162,6 @@ class Members {
   };
 
   bool gone(int peer) const;
-  static void relax_core();
   using Come = std::function<bool(int rank)>;
   void await_asleep(int peer, const Label& label, const Come& come);
   void check_presence(const Label& label, const Come& come);
