@@ -39,10 +39,9 @@ StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
 /// socket.
 StorePtr serve(const Launch& launch, c10d::TCPStoreOptions options) {
   options.isServer = true;
-  if (is_loopback(launch.address)) {
-    const ListeningSocket socket = listen_on_loopback(launch.address, launch.port);
-    options.port = socket.port;
-    options.masterListenFd = socket.descriptor;
+  if (const auto socket = listen_if_loopback(launch.address, launch.port)) {
+    options.port = socket->port;
+    options.masterListenFd = socket->descriptor;
   }
   const auto store = open_tcp(launch, options);
   store->set(kJob, launch.job);
