@@ -20,13 +20,13 @@ TEST(Payload, KeepsDtypesTogetherAndEndsOnSixteenBytes) {
       {3, 2, at::kDouble, at::kDouble},
       {0, 0, at::kFloat, at::kFloat},
       {7, 4, at::kFloat, at::kBFloat16}};
-  const Payload stored(pieces, PieceDtype::kStored);
+  const Payload stored(pieces, &Piece::stored);
   EXPECT_EQ(stored.slots[1].offset, 0); // the widest first
   EXPECT_EQ(stored.slots[0].offset, 16);
   EXPECT_EQ(stored.slots[3].offset, 16 + 5 * 4); // adjacent
   EXPECT_EQ(stored.bytes, 64);
   EXPECT_EQ(stored.order, (std::vector<size_t>{1, 0, 3}));
-  const Payload gathered(pieces, PieceDtype::kGathered);
+  const Payload gathered(pieces, &Piece::gathered);
   EXPECT_EQ(gathered.slots[0].bytes, 10);
   EXPECT_EQ(gathered.slots[3].offset, 16 + 10);
   EXPECT_EQ(gathered.bytes, 48);
