@@ -154,7 +154,7 @@ TEST(Division, DividesTruly) {
 
 TEST(OrderCheck, NamesBothSides) {
   const auto record = [](const char* operation, const std::string& unit) {
-    return OrderRecord{4, "all-gather", {operation, unit}, 100}.to_tensor(c10::kCPU);
+    return order_record({{operation, unit}, "all-gather", 4}, 100, c10::kCPU);
   };
   EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), record("unshard", "a")}), 0, 2), "");
   const std::string text = find_mismatch(at::cat({record("unshard", "a"), record("reduce", "b")}), 1, 2);
@@ -164,7 +164,7 @@ TEST(OrderCheck, NamesBothSides) {
 
 TEST(OrderCheck, LongNamesKeepTheirEnds) {
   const auto record = [](char last) {
-    return OrderRecord{0, "all-gather", {"unshard", std::string(500, 'x') + last}, 1}.to_tensor(c10::kCPU);
+    return order_record({{"unshard", std::string(500, 'x') + last}, "all-gather", 0}, 1, c10::kCPU);
   };
   EXPECT_NE(find_mismatch(at::cat({record('a'), record('b')}), 0, 2), "");
 }

@@ -30,15 +30,10 @@ using adapter::Collectives;
 
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
-Channel::Options channel_options(const C10dOptions& options) {
-  const auto check_order = options.check_order ? options.check_order : env::flag("FSDP_CHECK_ORDER");
-  return {.timeout = options.timeout, .check_order = check_order, .ours = options.ours};
-}
-
 // The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
 // they kept of Python.
 std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
-  auto channel = std::make_unique<Channel>(std::move(process_group), channel_options(options));
+  auto channel = std::make_unique<Channel>(std::move(process_group), options.timeout, options.ours);
   return {channel.release(), [](Channel* ending) {
             const WithoutCallersLock no_callers_lock;
             const std::unique_ptr<Channel> owned(ending);
@@ -125,12 +120,6 @@ std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptio
 
 std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining) {
   return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make, .ours = true});
-}
-
-void set_check_order(Group& group, bool check) {
-  if (auto* c10d = dynamic_cast<C10dGroup*>(&group)) {
-    c10d->set_check_order(check);
-  }
 }
 
 void set_backend_memory(Group& group, bool enable) {

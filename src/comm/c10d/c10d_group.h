@@ -30,9 +30,6 @@ class C10dGroup final : public Group {
   std::shared_ptr<Group> split(int color, const Label& label) override;
   void abort(const std::string& reason) override;
 
-  void set_check_order(bool check) {
-    channel_->set_check_order(check);
-  }
   void set_backend_memory(bool enable);
   c10::Device device() const {
     return adapter::training_device(*channel_->process_group());
