@@ -36,6 +36,11 @@ struct Core {
 
 using CorePointer = std::shared_ptr<Core>;
 
+/// Meets the other ranks in a control segment that rank 0 makes, and maps their arenas; `arena`: big tensors of this
+/// process may lie in its own. Calls `exchange` a fixed number of times, also when it fails; then it fails on every
+/// rank.
+CorePointer join(const Members::Place& place, const Exchange& exchange, bool arena = false);
+
 inline std::shared_ptr<Collectives> collectives_of(const CorePointer& core) {
   return {core, &core->collectives};
 }

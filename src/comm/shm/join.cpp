@@ -1,11 +1,11 @@
-#include "comm/shm/join.h"
-
 #include <cstring>
 #include <utility>
 
 #include <unistd.h>
 
 #include "base/check.h"
+#include "comm/shm/arena.h"
+#include "comm/shm/core.h"
 
 namespace fsdp::shm {
 namespace {
@@ -56,32 +56,25 @@ int processes(const std::vector<Greeting>& greetings) {
   return others + 1;
 }
 
-std::shared_ptr<Members> enter(const Joining& joining, const SegmentId& control) {
-  return std::make_shared<Members>(
-      Members::Place{joining.rank, joining.size, joining.timeout},
-      Segment::open(control, Access::kWrite),
-      joining.family);
-}
-
 } // namespace
 
-CorePointer join(const Joining& joining, const Exchange& exchange) {
+CorePointer join(const Members::Place& place, const Exchange& exchange, bool arena) {
   std::shared_ptr<Segment> made;
   std::shared_ptr<Members> members;
   std::vector<std::shared_ptr<Segment>> arenas;
   Greeting mine{static_cast<int32_t>(getpid()), {}, {}};
   std::string complaint = complaint_of([&] {
     mine.arena = Arena::of_process().id();
-    if (joining.rank == 0) {
-      made = Segment::create("fsdp-group", Control::bytes(joining.size), Access::kWrite);
+    if (place.rank == 0) {
+      made = Segment::create("fsdp-group", Control::bytes(place.size), Access::kWrite);
       mine.control = made->id();
     }
   });
   const std::vector<Greeting> greetings = greet(mine, exchange);
   complaint += complaint_of([&] {
-    members = enter(joining, greetings[0].control);
+    members = std::make_shared<Members>(place, Segment::open(greetings[0].control, Access::kWrite));
     arenas = open_arenas(greetings);
-    if (joining.arena && processes(greetings) > 1) {
+    if (arena && processes(greetings) > 1) {
       Arena::of_process().offer_to_tensors(processes(greetings));
     }
   });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include <unistd.h>
 
@@ -68,15 +69,15 @@ std::vector<std::shared_ptr<Members>> Family::groups() const {
   return present;
 }
 
-Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
-    : place_{place.rank, place.size, bounded(place.timeout)},
+Members::Members(Place place, std::shared_ptr<Segment> control)
+    : place_(std::move(place)),
       segment_(std::move(control)),
-      family_(std::move(family)),
       control_(reinterpret_cast<Control*>(segment_->writable())),
-      mine_(&control_->ranks[place.rank]),
+      mine_(&control_->ranks[rank()]),
       process_(getpid()),
-      spins_(looks_before_sleep(family_->ranks_on_host)),
-      watched_(static_cast<size_t>(place.size)) {
+      spins_(looks_before_sleep(family()->ranks_on_host)),
+      watched_(static_cast<size_t>(size())) {
+  place_.timeout = bounded(place_.timeout);
   mine_->pid = process_;
   mine_->started = process_start(process_).value_or(0);
 }
@@ -248,7 +249,7 @@ void Members::mark_failed(const std::string& reason) {
   for (int r = 0; r < size(); ++r) {
     ring(slot(r));
   }
-  for (const auto& group : family_->groups()) {
+  for (const auto& group : family()->groups()) {
     if (group.get() != this) {
       group->mark_failed(reason);
     }
@@ -266,7 +267,7 @@ void Members::throw_if_failed(const Label& label) const {
   for (int i = 0; i < 100'000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
   }
-  for (const auto& group : family_->groups()) { // also those that the rank which failed is not in
+  for (const auto& group : family()->groups()) { // also those that the rank which failed is not in
     if (group.get() != this) {
       group->mark_failed(control_->reason.load());
     }

@@ -43,9 +43,10 @@ class Members {
     int rank;
     int size;
     std::chrono::milliseconds timeout;
+    std::shared_ptr<Family> family; ///< that fails together
   };
 
-  Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family);
+  Members(Place place, std::shared_ptr<Segment> control);
   /// Tells the others that this rank has left.
   ~Members();
   Members(const Members&) = delete;
@@ -61,7 +62,7 @@ class Members {
     return place_;
   }
   const std::shared_ptr<Family>& family() const {
-    return family_;
+    return place_.family;
   }
   RankSlot& slot(int rank) const {
     return control_->ranks[rank];
@@ -176,7 +177,6 @@ class Members {
 
   Place place_;
   std::shared_ptr<Segment> segment_;
-  std::shared_ptr<Family> family_;
   Control* control_;
   RankSlot* mine_;
   pid_t process_;
