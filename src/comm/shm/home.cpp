@@ -9,6 +9,7 @@
 #include "comm/arguments.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/core.h"
+#include "comm/shm/packed.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -222,37 +223,29 @@ uint64_t fingerprint(const std::vector<Piece>& pieces) {
   return print.value();
 }
 
-// What rank 0 makes for all, and how it went.
+// Where all find what rank 0 has made. Plain data.
 struct Offer {
-  std::shared_ptr<Segment> home;
-  std::shared_ptr<Segment> scratch;
-  std::string error;
-
-  std::string packed() const {
-    const SegmentId none;
-    return (home ? home->id() : none).packed() + (scratch ? scratch->id() : none).packed() + error;
-  }
+  SegmentId home;
+  SegmentId scratch; // if there has to be a new one
 };
 
-Offer make_offer(const Layout& layout, bool new_scratch, int size) {
-  Offer offer;
-  offer.error = complaint_of([&] {
-    offer.home = Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite);
-    if (new_scratch) {
-      offer.scratch = Scratch::make_segment(size);
-    }
-  });
+// What is `made` stays there until all have opened it.
+Offer make_offer(const Layout& layout, bool new_scratch, int size, std::vector<std::shared_ptr<Segment>>& made) {
+  made.push_back(Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite));
+  Offer offer{made.back()->id(), {}};
+  if (new_scratch) {
+    made.push_back(Scratch::make_segment(size));
+    offer.scratch = made.back()->id();
+  }
   return offer;
 }
 
-void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
-  const size_t id_bytes = sizeof(SegmentId);
-  FSDP_CHECK(packed.size() == 2 * id_bytes, "{}", packed.substr(2 * id_bytes));
-  state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
+void open_offer(HomeState& state, const Offer& offer, bool new_scratch) {
+  state.segment = Segment::open(offer.home, Access::kReadAndWrite);
   state.watch_slices();
   if (new_scratch) {
-    auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
-    state.scratch = std::make_shared<Scratch>(*state.core->members, std::move(segment));
+    state.scratch =
+        std::make_shared<Scratch>(*state.core->members, Segment::open(offer.scratch, Access::kReadAndWrite));
     state.core->scratch = state.scratch;
   }
 }
@@ -261,7 +254,7 @@ void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
 // more.
 bool agree_on_scratch(HomeState& state, const Label& label) {
   state.scratch = state.layout.any_cast ? state.core->scratch.lock() : nullptr;
-  const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
+  const std::string mine = state.scratch ? packed(state.scratch->id()) + std::to_string(state.scratch->history()) : "";
   const auto all = exchange(state.core, mine, label, fingerprint(state.pieces));
   const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == all[0]; });
   if (!same || !state.scratch) {
@@ -278,15 +271,20 @@ std::shared_ptr<Home> make_home(
   check(pieces, options, core->members->size(), label);
   auto state = std::make_shared<HomeState>(core, std::move(pieces), options.rewritten);
   const bool new_scratch = agree_on_scratch(*state, label);
-  const Offer offer =
-      core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
-  const std::string offered = exchange(core, offer.packed(), label)[0];
-  agree(exchange(core, complaint_of([&] { open_offer(*state, offered, new_scratch); }), label));
-  if (core->members->rank() == 0) {
-    offer.home->hide();
-    if (offer.scratch) {
-      offer.scratch->hide();
+  Offer offer;
+  std::vector<std::shared_ptr<Segment>> made;
+  std::string complaint = complaint_of([&] {
+    if (core->members->rank() == 0) {
+      offer = make_offer(state->layout, new_scratch, core->members->size(), made);
     }
+  });
+  const std::string offered = exchange(core, packed(offer), label)[0];
+  if (complaint.empty()) {
+    complaint = complaint_of([&] { open_offer(*state, unpacked<Offer>(offered), new_scratch); });
+  }
+  agree(exchange(core, complaint, label));
+  for (const auto& segment : made) {
+    segment->hide();
   }
   // It is written now, and nobody needs to be waited for: nobody reads what is just made.
   if (state->layout.any_in_place && !core->phases.writing()) {
