@@ -281,20 +281,6 @@ void Members::throw_if_failed(const Label& label) const {
       control_->reason.load()));
 }
 
-// The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up]; and what was read
-// is looked at no later than the failure.
-Members::Reading::Reading(Members& members, const Label& label) : members_(members) {
-  members_.mine_->reading.store(1);
-  if (members_.failed()) {
-    members_.mine_->reading.store(0);
-    members_.throw_if_failed(label);
-  }
-}
-
-Members::Reading::~Reading() {
-  members_.mine_->reading.store(0);
-}
-
 void Members::await_readers() const {
   const auto deadline = steady_clock::now() + place_.timeout;
   for (int r = 0; r < size(); ++r) {

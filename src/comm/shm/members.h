@@ -141,7 +141,8 @@ class Members {
   template <typename Read>
   void read_others(const Label& label, const Read& read) {
     {
-      const Reading reading(*this, label);
+      const Reading reading(*mine_);
+      throw_if_failed(label);
       read();
     }
     throw_if_failed(label);
@@ -151,15 +152,19 @@ class Members {
   void await_readers() const;
 
  private:
-  class Reading {
-   public:
-    Reading(Members& members, const Label& label);
-    ~Reading();
+  // Sequentially consistent, as the failure is, for the same reason as in [Note: no lost wake-up]; and what was read is
+  // looked at no later than the failure.
+  struct Reading {
+    explicit Reading(RankSlot& of) : slot(of) {
+      slot.reading.store(1);
+    }
+    ~Reading() {
+      slot.reading.store(0);
+    }
     Reading(const Reading&) = delete;
     Reading& operator=(const Reading&) = delete;
 
-   private:
-    Members& members_;
+    RankSlot& slot;
   };
 
   bool gone(int peer) const;
