@@ -41,15 +41,14 @@ using CorePointer = std::shared_ptr<Core>;
 /// rank.
 CorePointer join(const Members::Place& place, const Exchange& exchange, bool arena = false);
 
-inline std::shared_ptr<Collectives> collectives_of(const CorePointer& core) {
-  return {core, &core->collectives};
-}
-
 // The collectives, one file each. The first two return once posted.
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label);
 std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label);
+
+/// A collective that the caller may still wait for, until all ranks have read what is lent to them.
+std::unique_ptr<Work> make_work(CorePointer core, Collectives::StepPointer last_step, Collectives::Lent lent = {});
 
 /// Every rank's bytes; an error if they did not all come with the same number. Makes this rank's writes so far visible
 /// to a rank that reads alone.
