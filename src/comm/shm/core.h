@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,8 +29,7 @@ struct Core {
   Phases phases;
   UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
-  std::atomic<int> homes = 0; // alive; they go on any thread
-  std::atomic<bool> keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
+  std::weak_ptr<void> keeps_arena; // while homes want freed blocks of the arena kept for the next step
 };
 
 using CorePointer = std::shared_ptr<Core>;
