@@ -57,7 +57,7 @@ class FlatHome final : public Home {
     for (size_t i = 0; i < plan_.pieces.size(); ++i) {
       pieces.push_back(view_into(wholes, at::kByte, plan_.sent.slots[i].bytes * plan_.size, plan_.wholes.offsets[i]));
     }
-    return std::make_unique<CopiedOut>(std::move(pieces), plan_.device);
+    return std::make_unique<CopiedOut>(std::move(pieces), plan_.device, plan_.wholes.bytes);
   }
 
  private:

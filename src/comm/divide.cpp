@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include <ATen/ops/_foreach_div.h>
 #include <ATen/ops/div.h>
 #include <c10/core/ScalarType.h>
 
@@ -23,19 +22,6 @@ void divide_(const at::Tensor& tensor, double by) {
     tensor.copy_(tensor.to(at::kDouble).div_(by)); // the conversion rounds toward zero
   } else {
     tensor.div_(by);
-  }
-}
-
-void divide_(const std::vector<at::Tensor>& tensors, double by) {
-  if (by == 1 || tensors.empty()) {
-    return;
-  }
-  if (c10::isFloatingType(tensors.front().scalar_type())) {
-    at::_foreach_div_(tensors, by);
-    return;
-  }
-  for (const at::Tensor& tensor : tensors) {
-    divide_(tensor, by);
   }
 }
 

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <vector>
-
 #include <ATen/core/Tensor.h>
 
 namespace fsdp {
@@ -18,6 +16,5 @@ struct Division {
 
 /// Divides in place; nothing for 1. Integers round toward zero.
 void divide_(const at::Tensor& tensor, double by);
-void divide_(const std::vector<at::Tensor>& tensors, double by);
 
 } // namespace fsdp

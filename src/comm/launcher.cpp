@@ -46,12 +46,11 @@ bool is_set(const char* name) {
 }
 
 bool started_by(const Names& names) {
-  return is_set(names.rank) || is_set(names.size);
-}
-
-bool started_by_srun() {
+  if (&names != &kSlurm) {
+    return is_set(names.rank) || is_set(names.size);
+  }
   const auto step = env::integer("SLURM_STEP_ID");
-  return is_set(kSlurm.rank) && is_set(kSlurm.size) && (!step || *step < kFirstSpecialStep);
+  return is_set(names.rank) && is_set(names.size) && (!step || *step < kFirstSpecialStep);
 }
 
 std::optional<int> optional_int(const char* name) {
@@ -208,17 +207,10 @@ std::string first_host(const std::string& node_list) {
 }
 
 Launch read_launch() {
-  if (started_by(kTorchrun)) {
-    return read_job(kTorchrun);
-  }
-  if (started_by(kOpenMpi)) {
-    return read_job(kOpenMpi);
-  }
-  if (started_by_srun()) {
-    return read_job(kSlurm);
-  }
-  if (started_by(kPmi)) {
-    return read_job(kPmi);
+  for (const Names* names : {&kTorchrun, &kOpenMpi, &kSlurm, &kPmi}) {
+    if (started_by(*names)) {
+      return read_job(*names);
+    }
   }
   return {};
 }

@@ -11,25 +11,23 @@
 namespace fsdp {
 namespace {
 
-constexpr const char* kName = "localhost";
-
 union Address {
   sockaddr any;
   sockaddr_in v4;
   sockaddr_in6 v6;
 };
 
-Address loopback_address(const std::string& text, uint16_t port) {
-  Address address{};
-  if (inet_pton(AF_INET6, text.c_str(), &address.v6.sin6_addr) == 1) {
-    address.v6.sin6_family = AF_INET6;
-    address.v6.sin6_port = htons(port);
-  } else {
-    address.v4.sin_family = AF_INET;
-    address.v4.sin_port = htons(port);
-    inet_pton(AF_INET, text == kName ? "127.0.0.1" : text.c_str(), &address.v4.sin_addr);
+std::optional<Address> loopback_address(const std::string& text, uint16_t port) {
+  in_addr v4{};
+  if (inet_pton(AF_INET, text == "localhost" ? "127.0.0.1" : text.c_str(), &v4) == 1) {
+    const sockaddr_in address{.sin_family = AF_INET, .sin_port = htons(port), .sin_addr = v4, .sin_zero = {}};
+    return ntohl(v4.s_addr) >> 24 == IN_LOOPBACKNET ? std::optional(Address{.v4 = address}) : std::nullopt;
   }
-  return address;
+  Address address{.v6 = {}};
+  address.v6.sin6_family = AF_INET6;
+  address.v6.sin6_port = htons(port);
+  const bool is_v6 = inet_pton(AF_INET6, text.c_str(), &address.v6.sin6_addr) == 1;
+  return is_v6 && IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr) ? std::optional(address) : std::nullopt;
 }
 
 uint16_t port_of(int descriptor) {
@@ -39,35 +37,29 @@ uint16_t port_of(int descriptor) {
   return ntohs(address.any.sa_family == AF_INET6 ? address.v6.sin6_port : address.v4.sin_port);
 }
 
-} // namespace
-
-bool is_loopback(const std::string& address) {
-  in_addr v4{};
-  in6_addr v6{};
-  if (inet_pton(AF_INET, address.c_str(), &v4) == 1) {
-    return ntohl(v4.s_addr) >> 24 == IN_LOOPBACKNET;
-  }
-  return address == kName || (inet_pton(AF_INET6, address.c_str(), &v6) == 1 && IN6_IS_ADDR_LOOPBACK(&v6));
-}
-
-[[noreturn]] static void cannot_listen(int reason) {
+[[noreturn]] void cannot_listen(int reason) {
   throw std::system_error(reason, std::generic_category(), "cannot listen");
 }
 
-ListeningSocket listen_on_loopback(const std::string& text, uint16_t port) {
-  const Address address = loopback_address(text, port);
-  const int descriptor = socket(address.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+} // namespace
+
+std::optional<ListeningSocket> listen_if_loopback(const std::string& text, uint16_t port) {
+  const auto address = loopback_address(text, port);
+  if (!address) {
+    return std::nullopt;
+  }
+  const int descriptor = socket(address->any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (descriptor < 0) {
     cannot_listen(errno);
   }
   const int yes = 1;
   setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes)); // what is left of an earlier job does not matter
-  if (bind(descriptor, &address.any, sizeof(address)) != 0 || listen(descriptor, SOMAXCONN) != 0) {
+  if (bind(descriptor, &address->any, sizeof(*address)) != 0 || listen(descriptor, SOMAXCONN) != 0) {
     const int reason = errno;
     close(descriptor);
     cannot_listen(reason);
   }
-  return {.descriptor = descriptor, .port = port_of(descriptor)};
+  return ListeningSocket{.descriptor = descriptor, .port = port_of(descriptor)};
 }
 
 } // namespace fsdp

@@ -11,19 +11,6 @@
 namespace fsdp {
 namespace {
 
-// The pieces are whole where they are stored; copies only where dtype or device differ.
-class LocalGathered final : public CopiedOut {
- public:
-  LocalGathered(std::vector<at::Tensor> pieces, c10::Device device, int64_t copied)
-      : CopiedOut(std::move(pieces), device), copied_(copied) {}
-  int64_t bytes() const override {
-    return copied_;
-  }
-
- private:
-  int64_t copied_;
-};
-
 class LocalHome final : public Home {
  public:
   LocalHome(std::vector<Piece> pieces, const HomeOptions& options)
@@ -45,6 +32,7 @@ class LocalHome final : public Home {
   void begin_write(const Label&) override {
     offloaded_ ? copied_.synchronize() : copied_.block(current_stream(device_));
   }
+  // The pieces are whole where they are stored; copies only where dtype or device differ.
   std::unique_ptr<Gathered> gather(const Label&) override {
     std::vector<at::Tensor> wholes;
     int64_t copied = 0;
@@ -55,7 +43,7 @@ class LocalHome final : public Home {
     if (copied > 0) {
       copied_.record(current_stream(device_));
     }
-    return std::make_unique<LocalGathered>(std::move(wholes), device_, copied);
+    return std::make_unique<CopiedOut>(std::move(wholes), device_, copied);
   }
 
  private:

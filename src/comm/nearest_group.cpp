@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <fsdp/group.h>
@@ -10,24 +8,16 @@
 
 namespace fsdp {
 
-namespace {
-
-const Label kLabel{"join shared memory", ""};
-
-bool all_want_shared_memory(Group& group) {
-  const auto answers = group.exchange(env::flag("FSDP_SHM").value_or(true) ? "yes" : "no", kLabel);
-  return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
-}
-
-} // namespace
-
 std::shared_ptr<Group> Group::nearest(c10::intrusive_ptr<c10d::ProcessGroup> process_group, c10::Device device) {
   const auto timeout = timeout_of(*process_group);
   auto group = from(std::move(process_group));
-  if (group->size() == 1 || !device.is_cpu() || !all_want_shared_memory(*group)) {
+  if (group->size() == 1 || !device.is_cpu()) {
     return group;
   }
-  const Exchange exchange = [&](const std::string& mine) { return group->exchange(mine, kLabel); };
+  const bool wanted = env::flag("FSDP_SHM").value_or(true);
+  const Exchange exchange = [&](const std::string& mine) {
+    return group->exchange(wanted ? mine : "", {"join shared memory", ""}); // who shows nothing is not seen
+  };
   if (!shm_available(exchange)) {
     return group;
   }

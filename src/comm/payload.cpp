@@ -16,21 +16,17 @@ namespace {
 
 constexpr int64_t kWholeAlignment = 64; // as torch's own allocations: kernels are chosen by alignment
 
-c10::ScalarType dtype_of(const Piece& piece, PieceDtype which) {
-  return which == PieceDtype::kStored ? piece.stored : piece.gathered;
-}
-
 int64_t item_bytes(c10::ScalarType dtype) {
   return static_cast<int64_t>(c10::elementSize(dtype));
 }
 
-std::vector<size_t> by_dtype(const std::vector<Piece>& pieces, PieceDtype which) {
+std::vector<size_t> by_dtype(const std::vector<Piece>& pieces, c10::ScalarType Piece::*which) {
   std::vector<size_t> order(pieces.size());
   std::iota(order.begin(), order.end(), size_t{0});
   std::erase_if(order, [&](size_t i) { return pieces[i].chunk == 0; });
   std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-    const auto first = dtype_of(pieces[a], which);
-    const auto second = dtype_of(pieces[b], which);
+    const auto first = pieces[a].*which;
+    const auto second = pieces[b].*which;
     return std::pair(-item_bytes(first), first) < std::pair(-item_bytes(second), second);
   });
   return order;
@@ -42,10 +38,10 @@ int64_t align_up(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
 
-Payload::Payload(const std::vector<Piece>& pieces, PieceDtype which)
+Payload::Payload(const std::vector<Piece>& pieces, c10::ScalarType Piece::*which)
     : slots(pieces.size()), order(by_dtype(pieces, which)) {
   for (const size_t i : order) {
-    const auto dtype = dtype_of(pieces[i], which);
+    const auto dtype = pieces[i].*which;
     if (runs.empty() || runs.back().dtype != dtype) {
       bytes = align_up(bytes, kSendAlignment);
       runs.push_back({dtype, bytes, 0});
@@ -68,8 +64,8 @@ GatherPlan::GatherPlan(std::vector<Piece> all_pieces, int ranks, c10::Device whe
     : pieces(std::move(all_pieces)),
       size(ranks),
       device(where),
-      stored(pieces, PieceDtype::kStored),
-      sent(pieces, PieceDtype::kGathered),
+      stored(pieces, &Piece::stored),
+      sent(pieces, &Piece::gathered),
       wholes(pieces, ranks),
       casts(std::any_of(pieces.begin(), pieces.end(), [](const Piece& p) { return p.stored != p.gathered; })) {}
 

@@ -8,13 +8,12 @@
 
 namespace fsdp {
 
-enum class PieceDtype { kStored, kGathered };
-
 /// Where each slice lies in the bytes that one rank contributes to an all-gather. Every slice takes its full chunk, so
 /// that all ranks send equally much; pieces of one dtype lie together; the total is a multiple of 16, below which
 /// NCCL's speed collapses.
 struct Payload {
-  Payload(const std::vector<Piece>& pieces, PieceDtype dtype);
+  /// `dtype`: the one that is sent.
+  Payload(const std::vector<Piece>& pieces, c10::ScalarType Piece::*dtype);
 
   struct Slot {
     int64_t offset = 0;

@@ -23,11 +23,12 @@ inline void follow_current_stream(const Stream& stream) noexcept {
   }
 }
 
-/// Whole pieces in memory of this rank, which belongs to the stream that is current at the gather.
-class CopiedOut : public Gathered {
+/// Whole pieces in memory of this rank, which belongs to the stream that is current at the gather. `bytes`: what is
+/// there for them alone.
+class CopiedOut final : public Gathered {
  public:
-  CopiedOut(std::vector<at::Tensor> pieces, c10::Device device)
-      : pieces_(std::move(pieces)), stream_(current_stream(device)) {}
+  CopiedOut(std::vector<at::Tensor> pieces, c10::Device device, int64_t bytes)
+      : pieces_(std::move(pieces)), stream_(current_stream(device)), bytes_(bytes) {}
   ~CopiedOut() override {
     follow_current_stream(stream_);
   }
@@ -38,16 +39,13 @@ class CopiedOut : public Gathered {
     return pieces_[index].data_ptr();
   }
   int64_t bytes() const override {
-    int64_t total = 0;
-    for (const auto& piece : pieces_) {
-      total += static_cast<int64_t>(piece.nbytes());
-    }
-    return total;
+    return bytes_;
   }
 
  private:
   std::vector<at::Tensor> pieces_;
   Stream stream_;
+  int64_t bytes_;
 };
 
 /// All of it is queued on the stream that is current when it is made, or done.

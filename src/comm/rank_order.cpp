@@ -23,11 +23,25 @@ struct Half {
   uint16_t bits;
 };
 
-FSDP_INLINE float to_float(BFloat16 value) {
+// How a stored type is computed with.
+template <typename Stored>
+using Computed = std::conditional_t<std::is_arithmetic_v<Stored>, Stored, float>;
+
+template <typename T>
+FSDP_INLINE T load(T value) {
+  return value;
+}
+template <typename Stored>
+FSDP_INLINE Stored store(Computed<Stored> value) {
+  return value;
+}
+
+FSDP_INLINE float load(BFloat16 value) {
   return std::bit_cast<float>(static_cast<uint32_t>(value.bits) << 16);
 }
 
-FSDP_INLINE BFloat16 to_bfloat16(float value) {
+template <>
+FSDP_INLINE BFloat16 store<BFloat16>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t to_nearest_even = 0x7fff + ((bits >> 16) & 1);
   const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -36,7 +50,7 @@ FSDP_INLINE BFloat16 to_bfloat16(float value) {
 
 // Normal numbers: exponent and mantissa move to their places in a float and the exponent's bias is corrected. Subnormal
 // ones are integers times 2^-24.
-FSDP_INLINE float to_float(Half value) {
+FSDP_INLINE float load(Half value) {
   const uint32_t sign = static_cast<uint32_t>(value.bits & 0x8000) << 16;
   const uint32_t exponent = value.bits & 0x7c00;
   const uint32_t shifted = static_cast<uint32_t>(value.bits & 0x7fff) << 13;
@@ -47,7 +61,8 @@ FSDP_INLINE float to_float(Half value) {
 }
 
 // Three cases, each computed and one chosen: too big or NaN, subnormal (an addition rounds at the right place), normal.
-FSDP_INLINE Half to_half(float value) {
+template <>
+FSDP_INLINE Half store<Half>(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   const uint32_t sign = (bits >> 16) & 0x8000;
   const uint32_t magnitude = bits & 0x7fffffff;
@@ -57,40 +72,6 @@ FSDP_INLINE Half to_half(float value) {
   const uint32_t finite = magnitude < 0x38800000 ? subnormal : normal;
   return {static_cast<uint16_t>(sign | (magnitude >= 0x477ff000 ? special : finite))};
 }
-
-// How a stored type is computed with.
-template <typename Stored>
-struct Arithmetic {
-  using Type = Stored;
-  static FSDP_INLINE Type load(Stored value) {
-    return value;
-  }
-  static FSDP_INLINE Stored store(Type value) {
-    return value;
-  }
-};
-
-template <>
-struct Arithmetic<BFloat16> {
-  using Type = float;
-  static FSDP_INLINE float load(BFloat16 value) {
-    return to_float(value);
-  }
-  static FSDP_INLINE BFloat16 store(float value) {
-    return to_bfloat16(value);
-  }
-};
-
-template <>
-struct Arithmetic<Half> {
-  using Type = float;
-  static FSDP_INLINE float load(Half value) {
-    return to_float(value);
-  }
-  static FSDP_INLINE Half store(float value) {
-    return to_half(value);
-  }
-};
 
 struct Sum {
   template <typename T>
@@ -132,17 +113,17 @@ FSDP_INLINE T divided(T value, double divisor) {
 // One block: every source is read once, the sums stay in the cache.
 template <typename Stored, typename Operation>
 FSDP_INLINE void reduce_block(const Reduction& reduction, int64_t begin, int64_t count) {
-  using Number = typename Arithmetic<Stored>::Type;
+  using Number = Computed<Stored>;
   alignas(64) std::array<Number, kBlock> sums;
   const auto source = [&](int rank) { return static_cast<const Stored*>(reduction.sources[rank]) + begin; };
   const Stored* first = source(0);
   for (int64_t i = 0; i < count; ++i) {
-    sums[i] = Arithmetic<Stored>::load(first[i]);
+    sums[i] = load(first[i]);
   }
   for (int rank = 1; rank < reduction.count_sources; ++rank) {
     const Stored* next = source(rank);
     for (int64_t i = 0; i < count; ++i) {
-      sums[i] = Operation::template of<Number>(sums[i], Arithmetic<Stored>::load(next[i]));
+      sums[i] = Operation::template of<Number>(sums[i], load(next[i]));
     }
     // Else GCC adds two ranks' numbers in one loop (-floop-unroll-and-jam), which it does not vectorize.
     asm volatile("");
@@ -154,7 +135,7 @@ FSDP_INLINE void reduce_block(const Reduction& reduction, int64_t begin, int64_t
   }
   Stored* result = static_cast<Stored*>(reduction.result) + begin;
   for (int64_t i = 0; i < count; ++i) {
-    result[i] = Arithmetic<Stored>::store(sums[i]);
+    result[i] = store<Stored>(sums[i]);
   }
 }
 

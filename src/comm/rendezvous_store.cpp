@@ -39,10 +39,9 @@ StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
 /// socket.
 StorePtr serve(const Launch& launch, c10d::TCPStoreOptions options) {
   options.isServer = true;
-  if (is_loopback(launch.address)) {
-    const ListeningSocket socket = listen_on_loopback(launch.address, launch.port);
-    options.port = socket.port;
-    options.masterListenFd = socket.descriptor;
+  if (const auto socket = listen_if_loopback(launch.address, launch.port)) {
+    options.port = socket->port;
+    options.masterListenFd = socket->descriptor;
   }
   const auto store = open_tcp(launch, options);
   store->set(kJob, launch.job);
@@ -117,24 +116,7 @@ StorePtr open_store(const Launch& launch, milliseconds timeout) {
   options.port = launch.port;
   options.waitWorkers = false; // we wait ourselves, to name who is missing
   options.timeout = timeout;
-  try {
-    return serves_rendezvous(launch) ? serve(launch, options) : reach(launch, options);
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    cannot_connect(launch, timeout, error);
-  }
-}
-
-/// Anew where ranks could not meet, and the port was withdrawn.
-void publish(const Launch& launch, const StorePtr& store, milliseconds timeout) {
-  try {
-    publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
-  } catch (const Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    cannot_connect(launch, timeout, error);
-  }
+  return serves_rendezvous(launch) ? serve(launch, options) : reach(launch, options);
 }
 
 } // namespace
@@ -153,11 +135,17 @@ std::string place_of(const Launch& launch) {
 StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   static auto* const open = new std::map<std::string, StorePtr>();
   StorePtr& store = (*open)[phrase("{}:{}:{}", launch.address, launch.port, launch.rank)];
-  if (!store) {
-    store = open_store(launch, timeout);
-  }
-  if (serves_rendezvous(launch) && launch.port == 0) {
-    publish(launch, store, timeout);
+  try {
+    if (!store) {
+      store = open_store(launch, timeout);
+    }
+    if (serves_rendezvous(launch) && launch.port == 0) { // anew where ranks could not meet, and the port was withdrawn
+      publish_port(launch.job, c10::static_intrusive_pointer_cast<c10d::TCPStore>(store)->getPort());
+    }
+  } catch (const Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    cannot_connect(launch, timeout, error);
   }
   store->setTimeout(timeout);
   return store;

@@ -13,24 +13,22 @@ namespace fsdp::testing {
 
 /// In a process that `on_processes` started: the Gloo group of all its ranks. Ranks keep their rendezvous until all
 /// have left it, or the store would go with the first of them.
-inline void run_gloo(std::chrono::milliseconds timeout, bool check_order, const RankBody& body) {
+inline void run_gloo(std::chrono::milliseconds timeout, const RankBody& body) {
   const Launch launch = read_launch();
   Launch meet = launch;
   meet.address = "127.0.0.1";
   meet.port = static_cast<uint16_t>(std::atoi(std::getenv("MASTER_PORT")));
   Rendezvous rendezvous(meet, std::chrono::seconds(60));
-  auto group = gloo_group(rendezvous, launch, timeout);
-  set_check_order(*group, check_order);
-  body(group);
+  body(gloo_group(rendezvous, launch, timeout));
   rendezvous.leave(std::chrono::seconds(20));
 }
 
 inline void run_gloo_processes(int ranks, std::chrono::milliseconds timeout, const RankBody& body) {
-  on_processes(ranks, [&] { run_gloo(timeout, /*check_order=*/false, body); });
+  on_processes(ranks, [&] { run_gloo(timeout, body); }, {.environment = {{"FSDP_CHECK_ORDER", "0"}}});
 }
 
 inline void run_checked_gloo_processes(int ranks, std::chrono::milliseconds timeout, const RankBody& body) {
-  on_processes(ranks, [&] { run_gloo(timeout, /*check_order=*/true, body); });
+  on_processes(ranks, [&] { run_gloo(timeout, body); }, {.environment = {{"FSDP_CHECK_ORDER", "1"}}});
 }
 
 inline std::vector<Backend> gloo_backends(std::initializer_list<int> sizes) {

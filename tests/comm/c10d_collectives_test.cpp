@@ -7,6 +7,7 @@
 
 #include "comm/c10d/factory.h"
 #include "comm/recording_backend.h"
+#include "support/scoped_environment.h"
 
 namespace fsdp::testing {
 namespace {
@@ -107,9 +108,9 @@ TEST(Collectives, NoCountExceeds32Bits) {
 }
 
 int64_t bytes_of_all_reduce(int ranks, const at::Tensor& tensor) {
+  const ScopedEnvironment unchecked(std::map<std::string, std::string>{{"FSDP_CHECK_ORDER", "0"}});
   const World world(ranks);
   const auto group = Group::from(process_group_of(world.backend));
-  set_check_order(*group, false);
   group->all_reduce(tensor, ReduceOp::kSum, 1, {"test", ""})->wait();
   return world.bytes();
 }

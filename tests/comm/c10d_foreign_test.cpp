@@ -125,13 +125,13 @@ class ThrowsAtOnce final : public Gloo {
 
 TEST(C10dForeign, WhatTheOrderCheckThrowsIsAnErrorOfTheGroupsOnAllRanks) {
   on_processes(3, [] {
+    setenv("FSDP_CHECK_ORDER", "1", /*overwrite=*/1);
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
     const auto make = [](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
       return make_gloo<ThrowsAtOnce>(store, own);
     };
     const auto group = Group::from(make_process_group(rendezvous, launch, make));
-    set_check_order(*group, true);
     const auto message = error_message<CommError>([&] { group->barrier(kTest); });
     EXPECT_TRUE(contains(message, "[test] rank " + std::to_string(launch.rank) + " of 3"));
     EXPECT_TRUE(contains(message, "the card is gone")) << launch.rank;

@@ -20,13 +20,13 @@ TEST(Payload, KeepsDtypesTogetherAndEndsOnSixteenBytes) {
       {3, 2, at::kDouble, at::kDouble},
       {0, 0, at::kFloat, at::kFloat},
       {7, 4, at::kFloat, at::kBFloat16}};
-  const Payload stored(pieces, PieceDtype::kStored);
+  const Payload stored(pieces, &Piece::stored);
   EXPECT_EQ(stored.slots[1].offset, 0); // the widest first
   EXPECT_EQ(stored.slots[0].offset, 16);
   EXPECT_EQ(stored.slots[3].offset, 16 + 5 * 4); // adjacent
   EXPECT_EQ(stored.bytes, 64);
   EXPECT_EQ(stored.order, (std::vector<size_t>{1, 0, 3}));
-  const Payload gathered(pieces, PieceDtype::kGathered);
+  const Payload gathered(pieces, &Piece::gathered);
   EXPECT_EQ(gathered.slots[0].bytes, 10);
   EXPECT_EQ(gathered.slots[3].offset, 16 + 10);
   EXPECT_EQ(gathered.bytes, 48);
@@ -145,7 +145,7 @@ TEST(Division, OnlyFp16DividesBeforeTheSum) {
 TEST(Division, DividesTruly) {
   const at::Tensor tensor = at::tensor({1.0f, 10.0f});
   const at::Tensor expected = tensor / 3;
-  divide_({tensor}, 3);
+  divide_(tensor, 3);
   EXPECT_TRUE(tensor.equal(expected));
   const at::Tensor integers = at::tensor({7, -7}, at::kLong);
   divide_(integers, 2);
@@ -154,7 +154,7 @@ TEST(Division, DividesTruly) {
 
 TEST(OrderCheck, NamesBothSides) {
   const auto record = [](const char* operation, const std::string& unit) {
-    return OrderRecord{4, "all-gather", {operation, unit}, 100}.to_tensor(c10::kCPU);
+    return order_record({{operation, unit}, "all-gather", 4}, 100, c10::kCPU);
   };
   EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), record("unshard", "a")}), 0, 2), "");
   const std::string text = find_mismatch(at::cat({record("unshard", "a"), record("reduce", "b")}), 1, 2);
@@ -164,7 +164,7 @@ TEST(OrderCheck, NamesBothSides) {
 
 TEST(OrderCheck, LongNamesKeepTheirEnds) {
   const auto record = [](char last) {
-    return OrderRecord{0, "all-gather", {"unshard", std::string(500, 'x') + last}, 1}.to_tensor(c10::kCPU);
+    return order_record({{"unshard", std::string(500, 'x') + last}, "all-gather", 0}, 1, c10::kCPU);
   };
   EXPECT_NE(find_mismatch(at::cat({record('a'), record('b')}), 0, 2), "");
 }

@@ -145,10 +145,10 @@ TEST(Arena, KeepsMemoryOnlyWhenAskedTo) {
     const int64_t numel = int64_t{64} << 18; // 64 MiB
     at::ones({numel});
     EXPECT_LT(shared_memory_in_use(), before + 8 * kMebibyte) << "given back at once";
-    arena.start_keeping();
+    auto keeping = arena.keep_freed();
     at::ones({numel});
     EXPECT_GT(shared_memory_in_use(), before + 56 * kMebibyte) << "kept for the next step";
-    arena.stop_keeping();
+    keeping.reset();
     EXPECT_LT(shared_memory_in_use(), before + 8 * kMebibyte);
     for (int i = 0; i < 200; ++i) {
       at::ones({int64_t{1} << 18});

@@ -2,8 +2,11 @@
 #include <functional>
 #include <stdexcept>
 
+#include <sys/resource.h>
+
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
@@ -317,6 +320,20 @@ TEST(ShmFailures, GatheringsInAnotherOrderAreToldApart) {
     EXPECT_TRUE(mentions(message, "unshard of 'head'"));
   };
   on_threads(2, body);
+}
+
+// And not that it has no memory which the others could open.
+TEST(ShmFailures, WhyARankCannotJoinIsToldByAll) {
+  on_processes(3, [] {
+    if (process_rank() == kVictim) {
+      rlimit limit{};
+      ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+      limit.rlim_cur = 1 << 20; // no arena is as small
+      ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+    }
+    const std::string said = error_message([] { join_processes(process_folder()); });
+    EXPECT_TRUE(contains(said, "ulimit -f")) << said;
+  });
 }
 
 } // namespace

@@ -20,11 +20,13 @@ namespace {
 
 TEST(OnStreams, TheOrderCheckDoesNotWaitForTheDevice) {
   const c10::Device device = queued_device::device(0);
-  const adapter::OrderRecord here{0, "all-reduce", {"test", "here"}, 32}, there{0, "all-reduce", {"test", "there"}, 32};
-  const at::Tensor all = at::cat({here.to_tensor(at::kCPU), there.to_tensor(at::kCPU)}).to(device);
+  const auto record = [](const std::string& unit, c10::Device to) {
+    return adapter::order_record({{"test", unit}, "all-reduce", 0}, 32, to);
+  };
+  const at::Tensor all = at::cat({record("here", at::kCPU), record("there", at::kCPU)}).to(device);
   const int64_t waits = queued_device::detector().waits_of_host();
   adapter::OrderRecords records;
-  records.add(all, here.to_tensor(device));
+  records.add(all, record("here", device));
   EXPECT_EQ(records.find_mismatch(0, 2), "");
   EXPECT_EQ(queued_device::detector().waits_of_host(), waits);
   synchronize(current_stream(device));

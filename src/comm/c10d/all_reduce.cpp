@@ -6,7 +6,7 @@
 #include "base/caller.h"
 #include "base/view_into.h"
 #include "comm/arguments.h"
-#include "comm/c10d/reductions.h"
+#include "comm/c10d/over_channel.h"
 #include "comm/c10d/streamed_work.h"
 #include "comm/divide.h"
 #include "comm/payload.h"

@@ -1,10 +1,10 @@
-#include "comm/c10d/c10d_group.h"
-
 #include <algorithm>
 #include <csignal>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -13,13 +13,16 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <fsdp/group.h>
+
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/env.h"
 #include "comm/arguments.h"
+#include "comm/c10d/channel.h"
+#include "comm/c10d/factory.h"
 #include "comm/c10d/gloo_threads.h"
-#include "comm/c10d/private_home.h"
-#include "comm/c10d/reductions.h"
+#include "comm/c10d/over_channel.h"
 #include "comm/within_limit.h"
 
 namespace fsdp {
@@ -30,15 +33,10 @@ using adapter::Collectives;
 
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
-Channel::Options channel_options(const C10dOptions& options) {
-  const auto check_order = options.check_order ? options.check_order : env::flag("FSDP_CHECK_ORDER");
-  return {.timeout = options.timeout, .check_order = check_order, .ours = options.ours};
-}
-
 // The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
 // they kept of Python.
 std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
-  auto channel = std::make_unique<Channel>(std::move(process_group), channel_options(options));
+  auto channel = std::make_unique<Channel>(std::move(process_group), options.timeout, options.ours);
   return {channel.release(), [](Channel* ending) {
             const WithoutCallersLock no_callers_lock;
             const std::unique_ptr<Channel> owned(ending);
@@ -71,6 +69,154 @@ adapter::BufferPool::Allocate backend_memory(const ProcessGroupPtr& process_grou
   };
 }
 
+ProcessGroupPtr without_gloo(const StorePtr&, int, int) {
+  FSDP_CHECK(
+      false,
+      "[split] expected a libfsdp that makes Gloo groups, but this one was built without Gloo's headers; install "
+      "libgloo-dev and rebuild, or make one process group per mesh dimension and use Mesh::from_groups");
+}
+
+/// Any c10d backend behind the interface of the engine.
+class C10dGroup final : public Group {
+ public:
+  C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
+      : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
+        channel_(make_channel(process_group, options)),
+        options_(options) {
+    set_backend_memory(options.backend_memory);
+  }
+
+  std::shared_ptr<Home> make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) override {
+    channel_->require_device(options.device, label);
+    check_pieces(pieces, size(), label);
+    return adapter::make_private_home(channel_, std::move(pieces), options);
+  }
+
+  bool gathers_in_place() const override {
+    return false;
+  }
+
+  void begin_unseen_writes(const Label&) override {} // nobody reads what another rank writes
+  void end_unseen_writes() override {}
+
+  std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
+    check_reduce_scatter(args, rank(), size(), label);
+    return adapter::start_reduce_scatter(channel_, std::move(args), label);
+  }
+
+  std::unique_ptr<Work> all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) override {
+    announce_write(tensor);
+    return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
+  }
+
+  void broadcast(at::Tensor tensor, int root, const Label& label) override {
+    announce_write(tensor);
+    check_root(root, size(), label);
+    check_plain_memory(tensor, label);
+    if (tensor.numel() == 0) {
+      return;
+    }
+    // As bytes: any dtype can be copied, not every backend knows every dtype.
+    const at::Tensor bytes = tensor.detach().view({-1}).view(at::kByte);
+    channel_->run(
+        label, "broadcast", tensor.device(), bytes.numel(), [&](Collectives& c) { return c.broadcast(bytes, root); });
+  }
+
+  void barrier(const Label& label) override {
+    const c10::Device device = channel_->control_device();
+    channel_->run(label, "barrier", device, 0, [&](Collectives& c) { return c.barrier(device); });
+  }
+
+  std::vector<std::string> exchange(const std::string& bytes, const Label& label) override {
+    const c10::Device device = channel_->control_device();
+    const auto gather = [&](const at::Tensor& mine) {
+      at::Tensor all = mine.new_empty({size() * mine.numel()});
+      channel_->run(label, "exchange", device, mine.nbytes(), [&](Collectives& c) { return c.all_gather(all, mine); });
+      return all.cpu();
+    };
+    return channel_->guarded(label, "exchange", [&] {
+      const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));
+      const int64_t longest = sizes.max().item<int64_t>();
+      TORCH_CHECK(sizes.min().item<int64_t>() >= 0, "a rank announced a negative number of bytes");
+      std::vector<std::string> result(size());
+      if (longest == 0) {
+        return result;
+      }
+      const at::Tensor all = gather(bytes_tensor(bytes, longest, device));
+      const char* from = static_cast<const char*>(all.const_data_ptr());
+      for (int rank = 0; rank < size(); ++rank) {
+        result[rank].assign(from + rank * longest, sizes[rank].item<int64_t>());
+      }
+      return result;
+    });
+  }
+
+  std::shared_ptr<Group> split(int color, const Label& label) override {
+    const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
+    const auto mine = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0;
+    const auto number = exchange(std::to_string(mine), label)[0];
+    const auto members = ranks_of_color(*this, color, label);
+    if (members.size() == 1) {
+      return group_of_one();
+    }
+    return c10d_group(make_part(members, phrase("{}/{}", number, members.front()), label), options_);
+  }
+
+  void abort(const std::string& reason) override {
+    channel_->abort(reason);
+  }
+
+  void set_backend_memory(bool enable) {
+    options_.backend_memory = enable;
+    channel_->pool().set_allocator(enable ? backend_memory(channel_->process_group()) : nullptr);
+  }
+
+  c10::Device device() const {
+    return adapter::training_device(*channel_->process_group());
+  }
+
+ private:
+  /// As the backend splits itself. `part`: a name for it within this process group.
+  MakeProcessGroup splitting(const std::vector<int>& members, const std::string& part, const Label& label) const {
+    const auto& parent = channel_->process_group();
+    // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
+    FSDP_CHECK(
+        parent->getStore() &&
+            channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
+        "[{}] expected a process group that can be split, but the {} group cannot: its backend does not support "
+        "splitting, or it has no store; make one process group per mesh dimension and use Mesh::from_groups",
+        label.operation,
+        name());
+    const auto name = phrase("libfsdp/{}/{}", parent->getGroupName(), part);
+    return [parent, members, name, device = device(), timeout = options_.timeout](const StorePtr&, int, int) {
+      const c10::DeviceGuard guard(device); // on a thread of its own
+      return parent->splitGroup(members, timeout, std::nullopt, name, std::nullopt);
+    };
+  }
+
+  ProcessGroupPtr make_part(const std::vector<int>& members, const std::string& part, const Label& label) {
+    const auto& make = options_.make_process_group;
+    const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
+    const Joining joining{
+        .store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, channel_->process_group()->getStore()),
+        .rank = static_cast<int>(index),
+        .size = static_cast<int>(members.size()),
+        .timeout = channel_->timeout(),
+        .backend = name(),
+        .label = label};
+    try {
+      const WithoutCallersLock no_callers_lock; // which a backend of the caller's may need
+      return join_group(make ? make : splitting(members, part, label), joining);
+    } catch (const CommError& error) {
+      channel_->abort(error.what()); // the ranks that are not of the part have to know too
+      throw CommError(error.what() + std::string(adapter::kStartAgain));
+    }
+  }
+
+  std::shared_ptr<Channel> channel_;
+  C10dOptions options_;
+};
+
 } // namespace
 
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
@@ -82,17 +228,6 @@ std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   }
   return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
 }
-
-namespace {
-
-ProcessGroupPtr without_gloo(const StorePtr&, int, int) {
-  FSDP_CHECK(
-      false,
-      "[split] expected a libfsdp that makes Gloo groups, but this one was built without Gloo's headers; install "
-      "libgloo-dev and rebuild, or make one process group per mesh dimension and use Mesh::from_groups");
-}
-
-} // namespace
 
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
@@ -127,12 +262,6 @@ std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joini
   return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make, .ours = true});
 }
 
-void set_check_order(Group& group, bool check) {
-  if (auto* c10d = dynamic_cast<C10dGroup*>(&group)) {
-    c10d->set_check_order(check);
-  }
-}
-
 void set_backend_memory(Group& group, bool enable) {
   if (auto* c10d = dynamic_cast<C10dGroup*>(&group)) {
     c10d->set_backend_memory(enable);
@@ -142,130 +271,6 @@ void set_backend_memory(Group& group, bool enable) {
 std::optional<c10::Device> c10d_device(const Group& group) {
   const auto* c10d = dynamic_cast<const C10dGroup*>(&group);
   return c10d ? std::optional(c10d->device()) : std::nullopt;
-}
-
-C10dGroup::C10dGroup(ProcessGroupPtr process_group, const C10dOptions& options)
-    : Group(process_group->getRank(), process_group->getSize(), adapter::backend_name(*process_group)),
-      channel_(make_channel(process_group, options)),
-      options_(options) {
-  set_backend_memory(options.backend_memory);
-}
-
-std::shared_ptr<Home> C10dGroup::make_home(std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
-  channel_->require_device(options.device, label);
-  check_pieces(pieces, size(), label);
-  return std::make_shared<adapter::PrivateHome>(channel_, std::move(pieces), options);
-}
-
-std::unique_ptr<Work> C10dGroup::reduce_scatter(ReduceScatter args, const Label& label) {
-  check_reduce_scatter(args, rank(), size(), label);
-  return adapter::start_reduce_scatter(channel_, std::move(args), label);
-}
-
-std::unique_ptr<Work> C10dGroup::all_reduce(at::Tensor tensor, ReduceOp op, double divide_by, const Label& label) {
-  announce_write(tensor);
-  check_plain_memory(tensor, label);
-  return adapter::start_all_reduce(channel_, std::move(tensor), op, divide_by, label);
-}
-
-void C10dGroup::broadcast(at::Tensor tensor, int root, const Label& label) {
-  announce_write(tensor);
-  check_root(root, size(), label);
-  check_plain_memory(tensor, label);
-  if (tensor.numel() == 0) {
-    return;
-  }
-  // As bytes: any dtype can be copied, not every backend knows every dtype.
-  const at::Tensor bytes = tensor.detach().view({-1}).view(at::kByte);
-  channel_->run(
-      label, "broadcast", tensor.device(), bytes.numel(), [&](Collectives& c) { return c.broadcast(bytes, root); });
-}
-
-void C10dGroup::barrier(const Label& label) {
-  const c10::Device device = channel_->control_device();
-  channel_->run(label, "barrier", device, 0, [&](Collectives& c) { return c.barrier(device); });
-}
-
-std::vector<std::string> C10dGroup::exchange(const std::string& bytes, const Label& label) {
-  const c10::Device device = channel_->control_device();
-  const auto gather = [&](const at::Tensor& mine) {
-    at::Tensor all = mine.new_empty({size() * mine.numel()});
-    channel_->run(label, "exchange", device, mine.nbytes(), [&](Collectives& c) { return c.all_gather(all, mine); });
-    return all.cpu();
-  };
-  return channel_->guarded(label, "exchange", [&] {
-    const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));
-    const int64_t longest = sizes.max().item<int64_t>();
-    TORCH_CHECK(sizes.min().item<int64_t>() >= 0, "a rank announced a negative number of bytes");
-    std::vector<std::string> result(size());
-    if (longest == 0) {
-      return result;
-    }
-    const at::Tensor all = gather(bytes_tensor(bytes, longest, device));
-    const char* from = static_cast<const char*>(all.const_data_ptr());
-    for (int rank = 0; rank < size(); ++rank) {
-      result[rank].assign(from + rank * longest, sizes[rank].item<int64_t>());
-    }
-    return result;
-  });
-}
-
-std::shared_ptr<Group> C10dGroup::split(int color, const Label& label) {
-  const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
-  const auto mine = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0;
-  const auto number = exchange(std::to_string(mine), label)[0];
-  const auto members = ranks_of_color(*this, color, label);
-  if (members.size() == 1) {
-    return group_of_one();
-  }
-  return c10d_group(make_part(members, phrase("{}/{}", number, members.front()), label), options_);
-}
-
-/// As the backend splits itself.
-MakeProcessGroup C10dGroup::splitting(
-    const std::vector<int>& members, const std::string& part, const Label& label) const {
-  const auto& parent = channel_->process_group();
-  // Asked before splitGroup asks, which first reads the backend's options, and some backends have none.
-  FSDP_CHECK(
-      parent->getStore() &&
-          channel_->guarded(label, "split", [&] { return parent->getDefaultBackend()->supportsSplitting(); }),
-      "[{}] expected a process group that can be split, but the {} group cannot: its backend does not support "
-      "splitting, or it has no store; make one process group per mesh dimension and use Mesh::from_groups",
-      label.operation,
-      name());
-  const auto name = phrase("libfsdp/{}/{}", parent->getGroupName(), part);
-  return [parent, members, name, device = device(), timeout = options_.timeout](const StorePtr&, int, int) {
-    const c10::DeviceGuard guard(device); // on a thread of its own
-    return parent->splitGroup(members, timeout, std::nullopt, name, std::nullopt);
-  };
-}
-
-ProcessGroupPtr C10dGroup::make_part(const std::vector<int>& members, const std::string& part, const Label& label) {
-  const auto& make = options_.make_process_group;
-  const auto index = std::find(members.begin(), members.end(), rank()) - members.begin();
-  const Joining joining{
-      .store = c10::make_intrusive<c10d::PrefixStore>("split/" + part, channel_->process_group()->getStore()),
-      .rank = static_cast<int>(index),
-      .size = static_cast<int>(members.size()),
-      .timeout = channel_->timeout(),
-      .backend = name(),
-      .label = label};
-  try {
-    const WithoutCallersLock no_callers_lock; // which a backend of the caller's may need
-    return join_group(make ? make : splitting(members, part, label), joining);
-  } catch (const CommError& error) {
-    channel_->abort(error.what()); // the ranks that are not of the part have to know too
-    throw CommError(error.what() + std::string(adapter::kStartAgain));
-  }
-}
-
-void C10dGroup::set_backend_memory(bool enable) {
-  options_.backend_memory = enable;
-  channel_->pool().set_allocator(enable ? backend_memory(channel_->process_group()) : nullptr);
-}
-
-void C10dGroup::abort(const std::string& reason) {
-  channel_->abort(reason);
 }
 
 } // namespace fsdp

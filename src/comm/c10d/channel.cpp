@@ -96,7 +96,7 @@ bool Pending::done() const {
 
 void Pending::finish() {
   if (channel_) {
-    wait_for_works(*channel_);
+    wait_for_works();
     works_.clear();
     channel_.reset(); // not before: who waits again after an error is told again
   }
@@ -106,29 +106,28 @@ void Pending::block_current_stream() {
   if (device_.is_cpu()) {
     finish();
   } else if (channel_) {
-    wait_for_works(*channel_);
+    wait_for_works();
   }
 }
 
-void Pending::wait_for_works(Channel& channel) {
-  channel.throw_if_failed(id_);
+void Pending::wait_for_works() {
+  channel_->throw_if_failed(id_);
   for (const auto& work : works_) {
-    channel.wait(*work, id_, device_);
+    channel_->wait(*work, id_, device_);
   }
 }
 
-Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options)
+Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, milliseconds timeout, bool ours)
     : process_group_(std::move(process_group)),
       rank_((*process_group_)->getRank()),
       size_((*process_group_)->getSize()),
       name_(backend_name(**process_group_)),
-      timeout_(bounded(options.timeout)),
+      timeout_(bounded(timeout)),
       control_device_(find_control_device(**process_group_)),
       collectives_(*process_group_, timeout_),
       board_((*process_group_)->getStore(), rank_, size_),
-      check_order_(options.check_order),
       reports_errors_(error_of(**process_group_).has_value()),
-      ours_(options.ours) {}
+      ours_(ours) {}
 
 Channel::~Channel() {
   const bool goes_on = failure_.empty() && std::uncaught_exceptions() == 0;
@@ -178,16 +177,11 @@ void Channel::run(const Label& label, const char* collective, c10::Device device
   this->start(label, collective, device, bytes, start).finish();
 }
 
-bool Channel::checks(const CollectiveId& id) const {
-  return check_order_.value_or(id.number < kCheckedAtFirst);
-}
-
 void Channel::check_order(const CollectiveId& id, int64_t bytes) {
-  if (!checks(id)) {
+  if (!check_order_.value_or(id.number < kCheckedAtFirst)) {
     return;
   }
-  const OrderRecord record{id.number, id.collective, id.label, bytes};
-  const at::Tensor mine = record.to_tensor(control_device_);
+  const at::Tensor mine = order_record(id, bytes, control_device_);
   const at::Tensor sent = mine.to(control_device_, /*non_blocking=*/true);
   const at::Tensor received = sent.new_empty({size_ * sent.numel()});
   Pending(

@@ -12,6 +12,7 @@
 #include <fsdp/error.h>
 #include <fsdp/group.h>
 
+#include "base/env.h"
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/collectives.h"
 #include "comm/c10d/notice_board.h"
@@ -22,13 +23,6 @@
 namespace fsdp::adapter {
 
 class Channel;
-
-/// One collective among all of a group.
-struct CollectiveId {
-  Label label{};
-  const char* collective = ""; ///< a literal: "all-gather", ...
-  int64_t number = 0; ///< the same on all ranks that are in step
-};
 
 /// A collective that was started and has to be waited for once. Move only.
 class Pending {
@@ -45,7 +39,7 @@ class Pending {
   void block_current_stream();
 
  private:
-  void wait_for_works(Channel& channel);
+  void wait_for_works();
 
   std::shared_ptr<Channel> channel_; // null once finished
   CollectiveId id_;
@@ -57,13 +51,8 @@ class Pending {
 /// failed, all later ones fail at once with the same reason. Not thread safe.
 class Channel : public std::enable_shared_from_this<Channel> {
  public:
-  struct Options {
-    std::chrono::milliseconds timeout;
-    std::optional<bool> check_order; ///< unset: at first
-    bool ours; ///< ended by us
-  };
-
-  Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, const Options& options);
+  /// `ours`: ended by us.
+  Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, std::chrono::milliseconds timeout, bool ours);
   ~Channel();
 
   int rank() const {
@@ -71,9 +60,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   }
   int size() const {
     return size_;
-  }
-  const std::string& name() const {
-    return name_;
   }
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
     return *process_group_;
@@ -91,10 +77,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   }
   /// Error unless the backend can send from `device`.
   void require_device(c10::Device device, const Label& label) const;
-
-  void set_check_order(bool check) {
-    check_order_ = check;
-  }
 
   /// Starts a collective; `bytes` is what all ranks have to agree on.
   using Start = std::function<Works(Collectives&)>;
@@ -127,7 +109,6 @@ class Channel : public std::enable_shared_from_this<Channel> {
   /// Also if the backend found, since, that an earlier collective failed on the device.
   void throw_if_failed(const CollectiveId& id);
   void end_in_order();
-  bool checks(const CollectiveId& id) const;
   void check_order(const CollectiveId& id, int64_t bytes);
   void compare_orders(const CollectiveId& id);
   void wait(c10d::Work& work, const CollectiveId& id, c10::Device device);
@@ -145,7 +126,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   Collectives collectives_;
   BufferPool pool_;
   OfThisProcess<NoticeBoard> board_;
-  std::optional<bool> check_order_;
+  const std::optional<bool> check_order_ = env::flag("FSDP_CHECK_ORDER"); // before each collective; unset: at first
   OrderRecords order_records_;
   bool reports_errors_; // the backend does
   bool ours_;

@@ -45,9 +45,6 @@ ProcessGroupPtr join_group(const MakeProcessGroup& make, const Joining& joining)
 
 struct C10dOptions {
   std::chrono::milliseconds timeout;
-  /// Compare what the ranks are about to do before each collective. Unset: as FSDP_CHECK_ORDER says; without it, for
-  /// the first collectives of the group, which are those of the first steps.
-  std::optional<bool> check_order = std::nullopt;
   /// Makes the groups that `split` returns; without it the backend has to know how to split itself.
   MakeProcessGroup make_process_group = nullptr;
   /// Buffers for collectives lie in memory of the backend, if it has any to give (NCCL: registered with the network).
@@ -67,9 +64,6 @@ std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group);
 /// Gloo writes to connections whose other end may have died. By default that ends the process without a word; ignored,
 /// the write fails, and the failure becomes an error like others. A program that has set a handler keeps it.
 void ignore_broken_pipes();
-
-/// Turns the order check on or off, on all ranks of the group; nothing for groups that are not c10d's.
-void set_check_order(Group& group, bool check);
 
 /// Sets C10dOptions::backend_memory for all buffers to come; nothing for groups that are not c10d's.
 void set_backend_memory(Group& group, bool enable);

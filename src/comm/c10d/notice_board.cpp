@@ -1,10 +1,8 @@
 #include "comm/c10d/notice_board.h"
 
 #include <chrono>
-#include <condition_variable>
 #include <exception>
 #include <functional>
-#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -26,26 +24,6 @@ constexpr auto kAnswerLimit = std::chrono::seconds(5);
 constexpr const char* kAborted = "aborted";
 constexpr const char* kNoStore =
     "the process that serves the rendezvous store (rank 0, or torchrun's agent) has died or cannot be reached";
-
-/// A flag that one thread raises and another waits for.
-class Flag {
- public:
-  void raise() {
-    const std::scoped_lock lock(mutex_);
-    raised_ = true;
-    changed_.notify_all();
-  }
-
-  bool wait_for(std::chrono::milliseconds limit) {
-    std::unique_lock lock(mutex_);
-    return changed_.wait_for(lock, limit, [&] { return raised_; });
-  }
-
- private:
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  bool raised_ = false;
-};
 
 std::string place_key(int rank) {
   return phrase("waits/{}", rank);
@@ -74,32 +52,24 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
   return name == place.name ? "" : phrase("rank {} is in {}", rank, name);
 }
 
+/// Tells the others this rank's place, then waits for the reason of one that gives up; nothing if the wait is over
+/// first.
+std::string listen(
+    c10d::Store& store, const std::string& key, const std::string& place, const std::shared_future<void>& over) {
+  try {
+    store.set(key, place);
+    do {
+      if (store.check({kAborted})) {
+        return store.get_to_str(kAborted);
+      }
+    } while (over.wait_for(kPoll) != std::future_status::ready);
+  } catch (const std::exception&) {
+    // Who serves the store is gone, which alone is no failure: it may have ended well, and others go on without it.
+  }
+  return "";
+}
+
 } // namespace
-
-struct NoticeBoard::Listener {
-  Flag stop;
-  mutable std::mutex mutex;
-  std::optional<std::string> reason;
-
-  void run(const StorePtr& store, const std::string& key, const std::string& place) {
-    try {
-      store->set(key, place);
-      do {
-        if (store->check({kAborted})) {
-          hear(store->get_to_str(kAborted));
-          return;
-        }
-      } while (!stop.wait_for(kPoll));
-    } catch (const std::exception&) {
-      // Who serves the store is gone, which alone is no failure: it may have ended well, and others go on without it.
-    }
-  }
-
-  void hear(std::string text) {
-    const std::scoped_lock lock(mutex);
-    reason = std::move(text);
-  }
-};
 
 NoticeBoard::NoticeBoard(const StorePtr& store, int rank, int size)
     : store_(store ? c10::make_intrusive<c10d::PrefixStore>("libfsdp", store) : nullptr), rank_(rank), size_(size) {}
@@ -121,28 +91,26 @@ void NoticeBoard::announce(const std::string& reason) {
 }
 
 void NoticeBoard::wait_at(const Place& place) {
-  if (!store_ || listener_) {
+  if (!store_ || reason_.valid()) {
     return;
   }
-  listener_ = std::make_shared<Listener>();
-  in_background(
-      [listener = listener_, store = store_, key = place_key(rank_), text = phrase("{} {}", place.number, place.name)] {
-        listener->run(store, key, text);
-      });
+  over_ = {};
+  const auto listening = [store = store_,
+                          key = place_key(rank_),
+                          text = phrase("{} {}", place.number, place.name),
+                          over = over_.get_future().share()] { return listen(*store, key, text, over); };
+  reason_ = made_in_background<std::string>(listening).share();
 }
 
 std::optional<std::string> NoticeBoard::heard() const {
-  if (!listener_) {
-    return std::nullopt;
-  }
-  const std::scoped_lock lock(listener_->mutex);
-  return listener_->reason;
+  const bool listened = reason_.valid() && reason_.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  return listened && !reason_.get().empty() ? std::optional(reason_.get()) : std::nullopt;
 }
 
 void NoticeBoard::stop_listening() {
-  if (listener_) {
-    listener_->stop.raise();
-    listener_.reset();
+  if (reason_.valid()) {
+    over_.set_value();
+    reason_ = {};
   }
 }
 

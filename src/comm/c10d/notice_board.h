@@ -1,7 +1,7 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
+#include <future>
 #include <optional>
 #include <string>
 
@@ -50,12 +50,11 @@ class NoticeBoard {
   std::string ask(const Place& place) const;
 
  private:
-  struct Listener;
-
   c10::intrusive_ptr<c10d::Store> store_;
   int rank_;
   int size_;
-  std::shared_ptr<Listener> listener_; // shared with its thread, which may outlive this
+  std::promise<void> over_; // the wait; what listens may outlive this
+  std::shared_future<std::string> reason_; // that is heard, or an empty text; valid while this rank waits
   bool announced_ = false;
 };
 

@@ -46,13 +46,13 @@ at::Tensor host_bytes(int64_t bytes, c10::Device device) {
 
 } // namespace
 
-at::Tensor OrderRecord::to_tensor(c10::Device device) const {
+at::Tensor order_record(const CollectiveId& id, int64_t bytes, c10::Device device) {
   Wire wire;
-  wire.sequence = sequence;
+  wire.sequence = id.number;
   wire.bytes = bytes;
-  store(wire.collective, collective);
-  store(wire.operation, label.operation);
-  store(wire.unit, label.unit);
+  store(wire.collective, id.collective);
+  store(wire.operation, id.label.operation);
+  store(wire.unit, id.label.unit);
   at::Tensor tensor = host_bytes(sizeof(Wire), device);
   std::memcpy(tensor.mutable_data_ptr(), &wire, sizeof(Wire));
   return tensor;

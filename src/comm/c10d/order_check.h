@@ -12,16 +12,16 @@
 
 namespace fsdp::adapter {
 
-/// What a rank is about to do, in a form of fixed size that ranks exchange to find out whether all do the same.
-struct OrderRecord {
-  int64_t sequence;
-  std::string collective;
-  Label label;
-  int64_t bytes;
-
-  /// On the host; page-locked where `device`, to which it goes, needs that for copies that nobody waits for.
-  at::Tensor to_tensor(c10::Device device) const;
+/// One collective among all of a group.
+struct CollectiveId {
+  Label label{};
+  const char* collective = ""; ///< a literal: "all-gather", ...
+  int64_t number = 0; ///< the same on all ranks that are in step
 };
+
+/// What a rank is about to do, in a form of fixed size that ranks exchange to find out whether all do the same. On the
+/// host; page-locked where `device`, to which it goes, needs that for copies that nobody waits for.
+at::Tensor order_record(const CollectiveId& id, int64_t bytes, c10::Device device);
 
 /// Compares the records of all ranks with this rank's. Names both sides of the first difference; empty if there is
 /// none.

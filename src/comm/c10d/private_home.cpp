@@ -1,5 +1,3 @@
-#include "comm/c10d/private_home.h"
-
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +7,10 @@
 
 #include "base/caller.h"
 #include "base/log.h"
+#include "base/stream.h"
 #include "base/view_into.h"
+#include "comm/c10d/over_channel.h"
+#include "comm/payload.h"
 #include "comm/queued.h"
 
 namespace fsdp::adapter {
@@ -49,8 +50,6 @@ bool gathers_directly(const Payload& sent) {
   const auto count = sent.order.size();
   return count == 1 || (count <= kDirectPieces && sent.bytes >= kDirectSliceBytes * static_cast<int64_t>(count));
 }
-
-} // namespace
 
 /// All slices of a home, on their way or here.
 class PrivateGathered final : public Gathered {
@@ -145,42 +144,60 @@ class PrivateGathered final : public Gathered {
   bool ready_ = false;
 };
 
-PrivateHome::PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
-    : channel_(std::move(channel)),
-      plan_(std::make_shared<GatherPlan>(std::move(pieces), channel_->size(), options.device)),
-      idle_buffers_(channel_->pool().keep_idle()),
-      memory_(slice_memory(plan_->stored.bytes, options)) {}
+class PrivateHome final : public Home {
+ public:
+  PrivateHome(std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options)
+      : channel_(std::move(channel)),
+        plan_(std::make_shared<GatherPlan>(std::move(pieces), channel_->size(), options.device)),
+        idle_buffers_(channel_->pool().keep_idle()),
+        memory_(slice_memory(plan_->stored.bytes, options)) {}
 
-void* PrivateHome::slice(size_t index) const {
-  return address(memory_) + plan_->stored.slots[index].offset;
-}
-
-// Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.
-void PrivateHome::begin_write(const Label&) {
-  if (const auto reading = reading_.lock()) {
-    const WithoutCallersLock no_callers_lock;
-    reading->block_current_stream();
+  void* slice(size_t index) const override {
+    return address(memory_) + plan_->stored.slots[index].offset;
   }
-  if (memory_.device() != plan_->device) {
-    const WithoutCallersLock no_callers_lock;
-    copied_.synchronize();
-  }
-}
 
-std::unique_ptr<Gathered> PrivateHome::gather(const Label& label) {
-  const c10::NoGradGuard no_grad;
-  auto gathered = std::make_unique<PrivateGathered>(channel_, plan_, sendable(), label);
-  reading_ = gathered->pending();
-  return gathered;
-}
-
-at::Tensor PrivateHome::sendable() {
-  at::Tensor sent = memory_;
-  if (memory_.device() != plan_->device) {
-    sent = memory_.to(plan_->device, /*non_blocking=*/true);
-    copied_.record(current_stream(plan_->device));
+  // Other ranks never read this memory; a collective or a copy of this rank that was started and not waited for may.
+  void begin_write(const Label&) override {
+    if (const auto reading = reading_.lock()) {
+      const WithoutCallersLock no_callers_lock;
+      reading->block_current_stream();
+    }
+    if (memory_.device() != plan_->device) {
+      const WithoutCallersLock no_callers_lock;
+      copied_.synchronize();
+    }
   }
-  return plan_->casts ? plan_->cast(sent) : sent;
+
+  std::unique_ptr<Gathered> gather(const Label& label) override {
+    const c10::NoGradGuard no_grad;
+    auto gathered = std::make_unique<PrivateGathered>(channel_, plan_, sendable(), label);
+    reading_ = gathered->pending();
+    return gathered;
+  }
+
+ private:
+  at::Tensor sendable() {
+    at::Tensor sent = memory_;
+    if (memory_.device() != plan_->device) {
+      sent = memory_.to(plan_->device, /*non_blocking=*/true);
+      copied_.record(current_stream(plan_->device));
+    }
+    return plan_->casts ? plan_->cast(sent) : sent;
+  }
+
+  std::shared_ptr<Channel> channel_;
+  std::shared_ptr<const GatherPlan> plan_; // a Gathered may outlive its home
+  std::shared_ptr<BufferPool::Idle> idle_buffers_; // kept from one gather or reduction to the next, as long as a home
+  at::Tensor memory_;
+  std::weak_ptr<Pending> reading_; // the collective that may still read `memory_`
+  Event copied_; // the copy from host memory to the device, which the next write has to wait for
+};
+
+} // namespace
+
+std::shared_ptr<Home> make_private_home(
+    std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options) {
+  return std::make_shared<PrivateHome>(std::move(channel), std::move(pieces), options);
 }
 
 } // namespace fsdp::adapter

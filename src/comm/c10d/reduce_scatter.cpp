@@ -7,7 +7,7 @@
 #include <c10/core/GradMode.h>
 
 #include "base/view_into.h"
-#include "comm/c10d/reductions.h"
+#include "comm/c10d/over_channel.h"
 #include "comm/c10d/streamed_work.h"
 #include "comm/copy_each.h"
 #include "comm/divide.h"

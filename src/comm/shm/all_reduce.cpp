@@ -81,7 +81,7 @@ std::unique_ptr<Work> all_reduce_small(const CorePointer& core, AllReduce work, 
   work.number = collectives.commit();
   const uint64_t number = work.number;
   const auto step = collectives.queue({.number = number, .value = number, .run = [work] { work.combine_posts(); }});
-  return make_work(collectives_of(core), step);
+  return make_work(core, step);
 }
 
 // Three steps: each rank sums its part where it lies; fetches the others' parts; and, if they were read out of the
@@ -101,7 +101,7 @@ std::unique_ptr<Work> all_reduce_big(const CorePointer& core, AllReduce work, Po
   const int depends_on = work.block ? core->members->rank() : -1;
   const auto last =
       collectives.queue({.number = first + 2, .root = depends_on, .counter = &RankSlot::finished, .value = first + 1});
-  return make_work(collectives_of(core), last);
+  return make_work(core, last);
 }
 
 } // namespace

@@ -163,16 +163,17 @@ void Arena::give_back(void* memory) {
   }
 }
 
-void Arena::start_keeping() {
-  std::lock_guard lock(mutex_);
-  ++keepers_;
-}
-
-void Arena::stop_keeping() {
-  std::lock_guard lock(mutex_);
-  if (--keepers_ == 0 && !inherited_) {
-    drop_kept();
+std::shared_ptr<void> Arena::keep_freed() {
+  {
+    std::lock_guard lock(mutex_);
+    ++keepers_;
   }
+  return {this, [](Arena* arena) {
+            std::lock_guard lock(arena->mutex_);
+            if (--arena->keepers_ == 0 && !arena->inherited_) {
+              arena->drop_kept();
+            }
+          }};
 }
 
 size_t Arena::bytes_in_use() const {

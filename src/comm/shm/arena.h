@@ -43,10 +43,9 @@ class Arena {
   uint64_t offset(const void* memory) const {
     return static_cast<uint64_t>(static_cast<const char*>(memory) - base_);
   }
-  /// While there are more starts than stops, all freed blocks are kept for the next request. Otherwise only a few are,
+  /// While somebody holds what this returns, all freed blocks are kept for the next request. Otherwise only a few are,
   /// and memory goes back to the system.
-  void start_keeping();
-  void stop_keeping();
+  std::shared_ptr<void> keep_freed();
   size_t bytes_in_use() const;
 
  private:

@@ -5,14 +5,17 @@
 #include <fsdp/error.h>
 
 #include <fsdp/group.h>
+#include "comm/shm/packed.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp {
 namespace {
 
 using shm::Access;
+using shm::packed;
 using shm::Segment;
 using shm::SegmentId;
+using shm::unpacked;
 
 constexpr size_t kBytes = 4096;
 
@@ -39,7 +42,7 @@ bool sees(const std::string& shown) {
     return false;
   }
   try {
-    const auto segment = Segment::open(SegmentId::unpacked(shown.substr(0, sizeof(SegmentId))), Access::kRead);
+    const auto segment = Segment::open(unpacked<SegmentId>(shown.substr(0, sizeof(SegmentId))), Access::kRead);
     return segment->readable() == shown.substr(sizeof(SegmentId));
   } catch (const Error&) {
     return false;
@@ -51,7 +54,7 @@ bool sees(const std::string& shown) {
 bool shm_available(const Exchange& exchange) {
   const std::string text = random_text();
   const auto mine = show(text);
-  const std::string own = mine ? mine->id().packed() + text : "";
+  const std::string own = mine ? packed(mine->id()) + text : "";
   const auto shown = exchange(own);
   // A group for dry runs has no other ranks: each gets its own words back.
   const bool others_answer = std::count(shown.begin(), shown.end(), own) == 1;

@@ -216,46 +216,4 @@ void Collectives::await_all_finished(const Step& step) {
   members_.await_all(&RankSlot::finished, step.number, step.label);
 }
 
-namespace {
-
-class QueuedWork final : public Work {
- public:
-  QueuedWork(std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent)
-      : collectives_(std::move(collectives)), last_step_(std::move(last_step)), lent_(std::move(lent)) {}
-  ~QueuedWork() override {
-    collectives_->keep(last_step_->number, std::move(lent_));
-  }
-
-  bool done() override {
-    if (collectives_->members().failed()) {
-      return true; // `wait` would not block: it throws, or nothing is left to wait for
-    }
-    if (!last_step_->done) {
-      collectives_->advance();
-    }
-    collectives_->release_kept();
-    return last_step_->done && (lent_.empty() || collectives_->all_finished(last_step_->number));
-  }
-  void wait() override {
-    collectives_->finish(last_step_);
-    if (!lent_.empty()) {
-      collectives_->await_all_finished(*last_step_);
-      lent_ = {};
-    }
-    collectives_->release_kept();
-  }
-
- private:
-  std::shared_ptr<Collectives> collectives_;
-  Collectives::StepPointer last_step_;
-  Collectives::Lent lent_;
-};
-
-} // namespace
-
-std::unique_ptr<Work> make_work(
-    std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent) {
-  return std::make_unique<QueuedWork>(std::move(collectives), std::move(last_step), std::move(lent));
-}
-
 } // namespace fsdp::shm

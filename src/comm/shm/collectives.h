@@ -90,9 +90,6 @@ class Collectives final : public Errand {
   const Post& post_of(int rank, uint64_t number) const {
     return members_.slot(rank).posts[number % RankSlot::kPosts];
   }
-  Members& members() const {
-    return members_;
-  }
 
  private:
   struct Kept {
@@ -120,9 +117,5 @@ class Collectives final : public Errand {
   std::mutex kept_mutex_; // of the next
   std::deque<Kept> kept_;
 };
-
-/// A collective that the caller may still wait for, until all ranks have read what is lent to them.
-std::unique_ptr<Work> make_work(
-    std::shared_ptr<Collectives> collectives, Collectives::StepPointer last_step, Collectives::Lent lent = {});
 
 } // namespace fsdp::shm

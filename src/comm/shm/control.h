@@ -67,8 +67,6 @@ struct alignas(64) Post {
   uint64_t words[kWords]; // addresses, or the bytes themselves when they are few
 };
 
-enum class Presence : uint32_t { kAbsent, kHere, kLeft };
-
 /// What one rank tells the others. Every cache line has one writer, but for the bell.
 struct alignas(64) RankSlot {
   static constexpr uint64_t kPosts = 32; // collectives that may be unfinished somewhere
@@ -80,7 +78,7 @@ struct alignas(64) RankSlot {
   std::atomic<int32_t> wakes_for; // whose changes have to ring
   std::atomic<int32_t> waits_for; // the rank that it cannot go on without
   std::atomic<uint32_t> heard; // one more than the last ring after which it still had to wait; 0 before that
-  std::atomic<Presence> presence;
+  std::atomic<uint32_t> left; // the group
   int32_t pid;
   uint64_t started; // tells the process from a later one of the same pid
 

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -30,21 +29,24 @@ struct Core {
   Phases phases;
   UnseenWrites unseen_writes;
   std::weak_ptr<Scratch> scratch; // while homes use it
-  std::atomic<int> homes = 0; // alive; they go on any thread
-  std::atomic<bool> keeps_arena = false; // this group wants freed blocks of the arena kept for the next step
+  std::weak_ptr<void> keeps_arena; // while homes want freed blocks of the arena kept for the next step
 };
 
 using CorePointer = std::shared_ptr<Core>;
 
-inline std::shared_ptr<Collectives> collectives_of(const CorePointer& core) {
-  return {core, &core->collectives};
-}
+/// Meets the other ranks in a control segment that rank 0 makes, and maps their arenas; `arena`: big tensors of this
+/// process may lie in its own. Calls `exchange` a fixed number of times, also when it fails; then it fails on every
+/// rank.
+CorePointer join(const Members::Place& place, const Exchange& exchange, bool arena = false);
 
 // The collectives, one file each. The first two return once posted.
 std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args, const Label& label);
 std::unique_ptr<Work> all_reduce(
     const CorePointer& core, at::Tensor tensor, ReduceOp op, double divide_by, const Label& label);
 void broadcast(const CorePointer& core, const at::Tensor& tensor, int root, const Label& label);
+
+/// A collective that the caller may still wait for, until all ranks have read what is lent to them.
+std::unique_ptr<Work> make_work(CorePointer core, Collectives::StepPointer last_step, Collectives::Lent lent = {});
 
 /// Every rank's bytes; an error if they did not all come with the same number. Makes this rank's writes so far visible
 /// to a rank that reads alone.

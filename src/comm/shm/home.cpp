@@ -9,6 +9,7 @@
 #include "comm/arguments.h"
 #include "comm/shm/arena.h"
 #include "comm/shm/core.h"
+#include "comm/shm/packed.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -41,32 +42,56 @@ struct Layout {
   bool any_cast = false;
 };
 
-// What a home and what was gathered from it have in common; it outlives both.
-struct HomeState {
-  HomeState(CorePointer core_, std::vector<Piece> pieces_, bool rewritten)
-      : core(std::move(core_)), pieces(std::move(pieces_)), layout(pieces, rewritten) {
-    ++core->homes;
-  }
-  ~HomeState() {
+// Lives as long as what was gathered from it.
+struct SharedHome final : Home, std::enable_shared_from_this<SharedHome> {
+  SharedHome(CorePointer core_, std::vector<Piece> pieces_, bool rewritten)
+      : core(std::move(core_)),
+        pieces(std::move(pieces_)),
+        layout(pieces, rewritten),
+        keeps_arena(core->keeps_arena.lock()) {}
+  ~SharedHome() override {
     for (size_t i = 0; segment && i < pieces.size(); ++i) {
-      core->unseen_writes.forget(slice(i));
-    }
-    if (--core->homes == 0 && core->keeps_arena.exchange(false)) {
-      Arena::of_process().stop_keeping();
+      core->unseen_writes.forget(own_slice(i));
     }
   }
-  HomeState(const HomeState&) = delete;
-  HomeState& operator=(const HomeState&) = delete;
+  SharedHome(const SharedHome&) = delete;
+  SharedHome& operator=(const SharedHome&) = delete;
+
+  void* slice(size_t index) const override {
+    return own_slice(index);
+  }
+  // Slices that are cast are read by their own rank only.
+  void begin_write(const Label& label) override {
+    core->members->throw_if_failed(label);
+    if (layout.any_in_place && !core->phases.writing()) {
+      const WithoutCallersLock no_callers_lock;
+      core->unseen_writes.end();
+      core->phases.begin_write(label);
+      core->collectives.release_kept(); // the others have read all that was given to them
+    }
+  }
+  std::unique_ptr<Gathered> gather(const Label& label) override;
 
   void watch_slices() {
     for (size_t i = 0; i < pieces.size(); ++i) {
       const size_t bytes = bytes_of(pieces[i].length(core->members->rank()), pieces[i].stored);
-      core->unseen_writes.watch(slice(i), layout.in_place[i] ? bytes : 0);
+      core->unseen_writes.watch(own_slice(i), layout.in_place[i] ? bytes : 0);
     }
   }
-  char* slice(size_t index) const {
+  char* own_slice(size_t index) const {
     const Piece& piece = pieces[index];
     return segment->writable() + layout.stored[index] + bytes_of(piece.begin(core->members->rank()), piece.stored);
+  }
+  // From the first step on: what a step has freed serves the next.
+  void keep_arena() {
+    if (keeps_arena || core->members->one_process()) {
+      return;
+    }
+    keeps_arena = core->keeps_arena.lock();
+    if (!keeps_arena) {
+      Arena::of_process().serve_tensors();
+      core->keeps_arena = keeps_arena = Arena::of_process().keep_freed();
+    }
   }
 
   CorePointer core;
@@ -74,41 +99,41 @@ struct HomeState {
   Layout layout;
   std::shared_ptr<Segment> segment;
   std::shared_ptr<Scratch> scratch; // null if nothing is cast
+  std::shared_ptr<void> keeps_arena; // the same for all homes of the group; new ones take it over from old ones
   bool was_gathered = false;
 };
-using StatePointer = std::shared_ptr<HomeState>;
 
 class GatheredPieces final : public Gathered {
  public:
-  GatheredPieces(StatePointer state, const Label& label) : state_(std::move(state)), label_(label) {
-    Core& core = *state_->core;
+  GatheredPieces(std::shared_ptr<SharedHome> home, const Label& label) : home_(std::move(home)), label_(label) {
+    Core& core = *home_->core;
     core.members->begin(label_);
     core.collectives.release_kept();
-    if (state_->layout.any_in_place) {
+    if (home_->layout.any_in_place) {
       core.phases.publish_writes();
       core.unseen_writes.before_gather();
     }
-    if (state_->layout.any_cast) {
+    if (home_->layout.any_cast) {
       cast();
     }
   }
 
   ~GatheredPieces() override {
-    if (region_ && !state_->core->members->inherited()) {
-      state_->scratch->release(*region_);
+    if (region_ && !home_->core->members->inherited()) {
+      home_->scratch->release(*region_);
     }
   }
 
   void abandon() override {
     if (const auto region = std::exchange(region_, std::nullopt)) {
-      state_->scratch->abandon(*region);
+      home_->scratch->abandon(*region);
     }
   }
 
   void wait() override {
-    Core& core = *state_->core;
+    Core& core = *home_->core;
     core.members->throw_if_failed(label_); // also in a forked child
-    if (state_->layout.any_in_place) {
+    if (home_->layout.any_in_place) {
       core.phases.await_readable(label_);
       core.unseen_writes.await_others(label_);
     }
@@ -119,26 +144,26 @@ class GatheredPieces final : public Gathered {
   }
 
   void* piece(size_t index) const override {
-    const Layout& layout = state_->layout;
-    const char* memory = layout.in_place[index] ? state_->segment->readable() + layout.stored[index]
-                                                : state_->scratch->readable(*region_) + layout.cast[index];
+    const Layout& layout = home_->layout;
+    const char* memory = layout.in_place[index] ? home_->segment->readable() + layout.stored[index]
+                                                : home_->scratch->readable(*region_) + layout.cast[index];
     return const_cast<char*>(memory); // mapped for reading only
   }
 
   int64_t bytes() const override {
-    const int64_t size = state_->core->members->size();
-    return (static_cast<int64_t>(state_->layout.cast_bytes) + size - 1) / size; // the ranks share it
+    const int64_t size = home_->core->members->size();
+    return (static_cast<int64_t>(home_->layout.cast_bytes) + size - 1) / size; // the ranks share it
   }
 
  private:
   // Every rank converts its slice of each piece, once, into the region that all ranks chose alike.
   void cast() {
-    Core& core = *state_->core;
-    Scratch& scratch = *state_->scratch;
-    region_ = scratch.take(std::max<size_t>(1, state_->layout.cast_bytes));
+    Core& core = *home_->core;
+    Scratch& scratch = *home_->scratch;
+    region_ = scratch.take(std::max<size_t>(1, home_->layout.cast_bytes));
     scratch.await_free(*region_, label_);
-    for (size_t i = 0; i < state_->pieces.size(); ++i) {
-      if (!state_->layout.in_place[i]) {
+    for (size_t i = 0; i < home_->pieces.size(); ++i) {
+      if (!home_->layout.in_place[i]) {
         cast_slice(i);
       }
     }
@@ -148,62 +173,29 @@ class GatheredPieces final : public Gathered {
   }
 
   void cast_slice(size_t index) const {
-    const Piece& piece = state_->pieces[index];
-    const int rank = state_->core->members->rank();
+    const Piece& piece = home_->pieces[index];
+    const int rank = home_->core->members->rank();
     if (piece.length(rank) == 0) {
       return;
     }
     char* target =
-        state_->scratch->writable(*region_) + state_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
+        home_->scratch->writable(*region_) + home_->layout.cast[index] + bytes_of(piece.begin(rank), piece.gathered);
     at::from_blob(target, {piece.length(rank)}, piece.gathered)
-        .copy_(at::from_blob(state_->slice(index), {piece.length(rank)}, piece.stored));
+        .copy_(at::from_blob(home_->own_slice(index), {piece.length(rank)}, piece.stored));
   }
 
-  StatePointer state_;
+  std::shared_ptr<SharedHome> home_;
   Label label_;
   std::optional<Scratch::Region> region_; // if something is cast
   Collectives::StepPointer arrival_;
 };
 
-class SharedHome final : public Home {
- public:
-  explicit SharedHome(StatePointer state) : state_(std::move(state)) {}
-
-  void* slice(size_t index) const override {
-    return state_->slice(index);
+std::unique_ptr<Gathered> SharedHome::gather(const Label& label) {
+  if (std::exchange(was_gathered, true)) { // else it is being sharded
+    keep_arena();
   }
-
-  // Slices that are cast are read by their own rank only.
-  void begin_write(const Label& label) override {
-    Core& core = *state_->core;
-    core.members->throw_if_failed(label);
-    if (state_->layout.any_in_place && !core.phases.writing()) {
-      const WithoutCallersLock no_callers_lock;
-      core.unseen_writes.end();
-      core.phases.begin_write(label);
-      core.collectives.release_kept(); // the others have read all that was given to them
-    }
-  }
-
-  std::unique_ptr<Gathered> gather(const Label& label) override {
-    if (std::exchange(state_->was_gathered, true)) { // else it is being sharded
-      keep_arena();
-    }
-    return std::make_unique<GatheredPieces>(state_, label);
-  }
-
- private:
-  // From the first step on.
-  void keep_arena() {
-    Core& core = *state_->core;
-    if (!core.keeps_arena && !core.members->one_process() && !core.keeps_arena.exchange(true)) {
-      Arena::of_process().serve_tensors();
-      Arena::of_process().start_keeping();
-    }
-  }
-
-  StatePointer state_;
-};
+  return std::make_unique<GatheredPieces>(shared_from_this(), label);
+}
 
 void check(const std::vector<Piece>& pieces, const HomeOptions& options, int size, const Label& label) {
   FSDP_CHECK(
@@ -222,52 +214,43 @@ uint64_t fingerprint(const std::vector<Piece>& pieces) {
   return print.value();
 }
 
-// What rank 0 makes for all, and how it went.
+// Where all find what rank 0 has made. Plain data.
 struct Offer {
-  std::shared_ptr<Segment> home;
-  std::shared_ptr<Segment> scratch;
-  std::string error;
-
-  std::string packed() const {
-    const SegmentId none;
-    return (home ? home->id() : none).packed() + (scratch ? scratch->id() : none).packed() + error;
-  }
+  SegmentId home;
+  SegmentId scratch; // if there has to be a new one
 };
 
-Offer make_offer(const Layout& layout, bool new_scratch, int size) {
-  Offer offer;
-  offer.error = complaint_of([&] {
-    offer.home = Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite);
-    if (new_scratch) {
-      offer.scratch = Scratch::make_segment(size);
-    }
-  });
+// What is `made` stays there until all have opened it.
+Offer make_offer(const Layout& layout, bool new_scratch, int size, std::vector<std::shared_ptr<Segment>>& made) {
+  made.push_back(Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite));
+  Offer offer{made.back()->id(), {}};
+  if (new_scratch) {
+    made.push_back(Scratch::make_segment(size));
+    offer.scratch = made.back()->id();
+  }
   return offer;
 }
 
-void open_offer(HomeState& state, const std::string& packed, bool new_scratch) {
-  const size_t id_bytes = sizeof(SegmentId);
-  FSDP_CHECK(packed.size() == 2 * id_bytes, "{}", packed.substr(2 * id_bytes));
-  state.segment = Segment::open(SegmentId::unpacked(packed.substr(0, id_bytes)), Access::kReadAndWrite);
-  state.watch_slices();
+void open_offer(SharedHome& home, const Offer& offer, bool new_scratch) {
+  home.segment = Segment::open(offer.home, Access::kReadAndWrite);
+  home.watch_slices();
   if (new_scratch) {
-    auto segment = Segment::open(SegmentId::unpacked(packed.substr(id_bytes, id_bytes)), Access::kReadAndWrite);
-    state.scratch = std::make_shared<Scratch>(*state.core->members, std::move(segment));
-    state.core->scratch = state.scratch;
+    home.scratch = std::make_shared<Scratch>(*home.core->members, Segment::open(offer.scratch, Access::kReadAndWrite));
+    home.core->scratch = home.scratch;
   }
 }
 
 // Whether the ranks need a new scratch: homes are not destroyed at one moment everywhere, so some may have none any
 // more.
-bool agree_on_scratch(HomeState& state, const Label& label) {
-  state.scratch = state.layout.any_cast ? state.core->scratch.lock() : nullptr;
-  const std::string mine = state.scratch ? state.scratch->id().packed() + std::to_string(state.scratch->history()) : "";
-  const auto all = exchange(state.core, mine, label, fingerprint(state.pieces));
+bool agree_on_scratch(SharedHome& home, const Label& label) {
+  home.scratch = home.layout.any_cast ? home.core->scratch.lock() : nullptr;
+  const std::string mine = home.scratch ? packed(home.scratch->id()) + std::to_string(home.scratch->history()) : "";
+  const auto all = exchange(home.core, mine, label, fingerprint(home.pieces));
   const bool same = std::all_of(all.begin(), all.end(), [&](const std::string& other) { return other == all[0]; });
-  if (!same || !state.scratch) {
-    return state.layout.any_cast;
+  if (!same || !home.scratch) {
+    return home.layout.any_cast;
   }
-  state.scratch->reclaim(exchange(state.core, state.scratch->abandoned(), label));
+  home.scratch->reclaim(exchange(home.core, home.scratch->abandoned(), label));
   return false;
 }
 
@@ -276,23 +259,28 @@ bool agree_on_scratch(HomeState& state, const Label& label) {
 std::shared_ptr<Home> make_home(
     const CorePointer& core, std::vector<Piece> pieces, const HomeOptions& options, const Label& label) {
   check(pieces, options, core->members->size(), label);
-  auto state = std::make_shared<HomeState>(core, std::move(pieces), options.rewritten);
-  const bool new_scratch = agree_on_scratch(*state, label);
-  const Offer offer =
-      core->members->rank() == 0 ? make_offer(state->layout, new_scratch, core->members->size()) : Offer{};
-  const std::string offered = exchange(core, offer.packed(), label)[0];
-  agree(exchange(core, complaint_of([&] { open_offer(*state, offered, new_scratch); }), label));
-  if (core->members->rank() == 0) {
-    offer.home->hide();
-    if (offer.scratch) {
-      offer.scratch->hide();
+  auto home = std::make_shared<SharedHome>(core, std::move(pieces), options.rewritten);
+  const bool new_scratch = agree_on_scratch(*home, label);
+  Offer offer;
+  std::vector<std::shared_ptr<Segment>> made;
+  std::string complaint = complaint_of([&] {
+    if (core->members->rank() == 0) {
+      offer = make_offer(home->layout, new_scratch, core->members->size(), made);
     }
+  });
+  const std::string offered = exchange(core, packed(offer), label)[0];
+  if (complaint.empty()) {
+    complaint = complaint_of([&] { open_offer(*home, unpacked<Offer>(offered), new_scratch); });
+  }
+  agree(exchange(core, complaint, label));
+  for (const auto& segment : made) {
+    segment->hide();
   }
   // It is written now, and nobody needs to be waited for: nobody reads what is just made.
-  if (state->layout.any_in_place && !core->phases.writing()) {
+  if (home->layout.any_in_place && !core->phases.writing()) {
     core->phases.resume(/*all_were_writing=*/true);
   }
-  return std::make_shared<SharedHome>(std::move(state));
+  return home;
 }
 
 } // namespace fsdp::shm

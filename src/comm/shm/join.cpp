@@ -1,11 +1,10 @@
-#include "comm/shm/join.h"
-
-#include <cstring>
 #include <utility>
 
 #include <unistd.h>
 
-#include "base/check.h"
+#include "comm/shm/arena.h"
+#include "comm/shm/core.h"
+#include "comm/shm/packed.h"
 
 namespace fsdp::shm {
 namespace {
@@ -15,35 +14,22 @@ struct Greeting {
   int32_t pid;
   SegmentId arena;
   SegmentId control; // of rank 0
-
-  std::string packed() const {
-    return {reinterpret_cast<const char*>(this), sizeof(*this)};
-  }
-  static Greeting unpacked(const std::string& bytes) {
-    Greeting greeting;
-    FSDP_CHECK(
-        bytes.size() == sizeof(greeting),
-        "[join shared-memory group] expected a greeting of {} bytes, got {}; all ranks must run the same build",
-        sizeof(greeting),
-        bytes.size());
-    std::memcpy(&greeting, bytes.data(), sizeof(greeting));
-    return greeting;
-  }
 };
 
 std::vector<Greeting> greet(const Greeting& mine, const Exchange& exchange) {
   std::vector<Greeting> all;
-  for (const std::string& bytes : exchange(mine.packed())) {
-    all.push_back(Greeting::unpacked(bytes));
+  for (const std::string& bytes : exchange(packed(mine))) {
+    all.push_back(unpacked<Greeting>(bytes));
   }
   return all;
 }
 
+// Of a rank that could not make one there is none to open: it says why itself.
 std::vector<std::shared_ptr<Segment>> open_arenas(const std::vector<Greeting>& greetings) {
   std::vector<std::shared_ptr<Segment>> arenas;
   for (const Greeting& greeting : greetings) {
-    const bool other_process = greeting.pid != getpid();
-    arenas.push_back(other_process ? Segment::open(greeting.arena, Access::kRead) : nullptr);
+    const bool opens = greeting.pid != getpid() && greeting.arena.fd >= 0;
+    arenas.push_back(opens ? Segment::open(greeting.arena, Access::kRead) : nullptr);
   }
   return arenas;
 }
@@ -56,35 +42,30 @@ int processes(const std::vector<Greeting>& greetings) {
   return others + 1;
 }
 
-std::shared_ptr<Members> enter(const Joining& joining, const SegmentId& control) {
-  return std::make_shared<Members>(
-      Members::Place{joining.rank, joining.size, joining.timeout},
-      Segment::open(control, Access::kWrite),
-      joining.family);
-}
-
 } // namespace
 
-CorePointer join(const Joining& joining, const Exchange& exchange) {
+CorePointer join(const Members::Place& place, const Exchange& exchange, bool arena) {
   std::shared_ptr<Segment> made;
   std::shared_ptr<Members> members;
   std::vector<std::shared_ptr<Segment>> arenas;
   Greeting mine{static_cast<int32_t>(getpid()), {}, {}};
   std::string complaint = complaint_of([&] {
     mine.arena = Arena::of_process().id();
-    if (joining.rank == 0) {
-      made = Segment::create("fsdp-group", Control::bytes(joining.size), Access::kWrite);
+    if (place.rank == 0) {
+      made = Segment::create("fsdp-group", Control::bytes(place.size), Access::kWrite);
       mine.control = made->id();
     }
   });
   const std::vector<Greeting> greetings = greet(mine, exchange);
-  complaint += complaint_of([&] {
-    members = enter(joining, greetings[0].control);
-    arenas = open_arenas(greetings);
-    if (joining.arena && processes(greetings) > 1) {
-      Arena::of_process().offer_to_tensors(processes(greetings));
-    }
-  });
+  if (complaint.empty()) {
+    complaint = complaint_of([&] {
+      members = std::make_shared<Members>(place, Segment::open(greetings[0].control, Access::kWrite));
+      arenas = open_arenas(greetings);
+      if (arena && processes(greetings) > 1) {
+        Arena::of_process().offer_to_tensors(processes(greetings));
+      }
+    });
+  }
   agree(exchange(complaint));
   if (made) {
     made->hide();

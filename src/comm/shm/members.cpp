@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <thread>
+#include <utility>
 
 #include <unistd.h>
 
@@ -10,7 +11,6 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "comm/process.h"
-#include "comm/shm/futex.h"
 #include "comm/within_limit.h"
 #include "comm/words.h"
 
@@ -69,23 +69,22 @@ std::vector<std::shared_ptr<Members>> Family::groups() const {
   return present;
 }
 
-Members::Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family)
-    : place_{place.rank, place.size, bounded(place.timeout)},
+Members::Members(Place place, std::shared_ptr<Segment> control)
+    : place_(std::move(place)),
       segment_(std::move(control)),
-      family_(std::move(family)),
       control_(reinterpret_cast<Control*>(segment_->writable())),
-      mine_(&control_->ranks[place.rank]),
+      mine_(&control_->ranks[rank()]),
       process_(getpid()),
-      spins_(looks_before_sleep(family_->ranks_on_host)),
-      watched_(static_cast<size_t>(place.size)) {
+      spins_(looks_before_sleep(family()->ranks_on_host)),
+      watched_(static_cast<size_t>(size())) {
+  place_.timeout = bounded(place_.timeout);
   mine_->pid = process_;
   mine_->started = process_start(process_).value_or(0);
-  mine_->presence.store(Presence::kHere);
 }
 
 Members::~Members() {
   if (!inherited()) {
-    mine_->presence.store(Presence::kLeft);
+    mine_->left.store(1);
     wake_waiting();
   }
 }
@@ -126,10 +125,6 @@ void Members::wake_waiting() const {
 void Members::ring(RankSlot& slot) const {
   slot.bell.fetch_add(1);
   futex_wake_all(slot.bell);
-}
-
-void Members::relax_core() {
-  relax();
 }
 
 void Members::set_errand(Errand* errand) {
@@ -196,7 +191,7 @@ void Members::time_is_up(int peer, const Label& label) {
 
 bool Members::gone(int peer) const {
   RankSlot& other = slot(peer);
-  if (other.presence.load() == Presence::kLeft) {
+  if (other.left.load() != 0) {
     return true;
   }
   if (other.pid == process_) {
@@ -213,7 +208,7 @@ std::string Members::last_words(int peer) const {
 }
 
 std::string Members::fate(int peer) const {
-  const bool left = slot(peer).presence.load() == Presence::kLeft;
+  const bool left = slot(peer).left.load() != 0;
   return phrase(
       "rank {}{} (its last operation: {})", peer, left ? " has left the group" : " has died", last_words(peer));
 }
@@ -254,7 +249,7 @@ void Members::mark_failed(const std::string& reason) {
   for (int r = 0; r < size(); ++r) {
     ring(slot(r));
   }
-  for (const auto& group : family_->groups()) {
+  for (const auto& group : family()->groups()) {
     if (group.get() != this) {
       group->mark_failed(reason);
     }
@@ -272,7 +267,7 @@ void Members::throw_if_failed(const Label& label) const {
   for (int i = 0; i < 100'000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
   }
-  for (const auto& group : family_->groups()) { // also those that the rank which failed is not in
+  for (const auto& group : family()->groups()) { // also those that the rank which failed is not in
     if (group.get() != this) {
       group->mark_failed(control_->reason.load());
     }
@@ -284,20 +279,6 @@ void Members::throw_if_failed(const Label& label) const {
       in_unit(label),
       control_->failed_rank.load(),
       control_->reason.load()));
-}
-
-// The two flags below are sequentially consistent for the same reason as in [Note: no lost wake-up]; and what was read
-// is looked at no later than the failure.
-Members::Reading::Reading(Members& members, const Label& label) : members_(members) {
-  members_.mine_->reading.store(1);
-  if (members_.failed()) {
-    members_.mine_->reading.store(0);
-    members_.throw_if_failed(label);
-  }
-}
-
-Members::Reading::~Reading() {
-  members_.mine_->reading.store(0);
 }
 
 void Members::await_readers() const {

@@ -13,6 +13,7 @@
 #include "comm/process.h"
 #include "comm/shm/control.h"
 #include "comm/shm/errands.h"
+#include "comm/shm/futex.h"
 #include "comm/shm/segment.h"
 
 namespace fsdp::shm {
@@ -42,9 +43,10 @@ class Members {
     int rank;
     int size;
     std::chrono::milliseconds timeout;
+    std::shared_ptr<Family> family; ///< that fails together
   };
 
-  Members(Place place, std::shared_ptr<Segment> control, std::shared_ptr<Family> family);
+  Members(Place place, std::shared_ptr<Segment> control);
   /// Tells the others that this rank has left.
   ~Members();
   Members(const Members&) = delete;
@@ -60,7 +62,7 @@ class Members {
     return place_;
   }
   const std::shared_ptr<Family>& family() const {
-    return family_;
+    return place_.family;
   }
   RankSlot& slot(int rank) const {
     return control_->ranks[rank];
@@ -91,7 +93,7 @@ class Members {
     }
     const tracing::Span span("wait for rank", label.unit, peer);
     for (int i = 0; i < spins_; ++i) {
-      relax_core();
+      relax();
       if (come(peer)) {
         return;
       }
@@ -139,7 +141,8 @@ class Members {
   template <typename Read>
   void read_others(const Label& label, const Read& read) {
     {
-      const Reading reading(*this, label);
+      const Reading reading(*mine_);
+      throw_if_failed(label);
       read();
     }
     throw_if_failed(label);
@@ -149,19 +152,22 @@ class Members {
   void await_readers() const;
 
  private:
-  class Reading {
-   public:
-    Reading(Members& members, const Label& label);
-    ~Reading();
+  // Sequentially consistent, as the failure is, for the same reason as in [Note: no lost wake-up]; and what was read is
+  // looked at no later than the failure.
+  struct Reading {
+    explicit Reading(RankSlot& of) : slot(of) {
+      slot.reading.store(1);
+    }
+    ~Reading() {
+      slot.reading.store(0);
+    }
     Reading(const Reading&) = delete;
     Reading& operator=(const Reading&) = delete;
 
-   private:
-    Members& members_;
+    RankSlot& slot;
   };
 
   bool gone(int peer) const;
-  static void relax_core();
   using Come = std::function<bool(int rank)>;
   void await_asleep(int peer, const Label& label, const Come& come);
   void check_presence(const Label& label, const Come& come);
@@ -176,7 +182,6 @@ class Members {
 
   Place place_;
   std::shared_ptr<Segment> segment_;
-  std::shared_ptr<Family> family_;
   Control* control_;
   RankSlot* mine_;
   pid_t process_;

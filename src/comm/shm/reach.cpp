@@ -11,18 +11,18 @@ constexpr std::align_val_t kAlignment{64};
 } // namespace
 
 Reach::Reach(const Members& members, std::vector<std::shared_ptr<Segment>> arenas)
-    : one_process_(members.one_process()), segments_(std::move(arenas)) {
-  for (const auto& segment : segments_) {
-    bases_.push_back(segment ? segment->readable() : Arena::of_process().base());
-  }
-}
+    : one_process_(members.one_process()), arenas_(std::move(arenas)) {}
 
 uint64_t Reach::word(const void* memory) const {
   return one_process_ ? reinterpret_cast<uint64_t>(memory) : Arena::of_process().offset(memory);
 }
 
 const char* Reach::at(int rank, uint64_t word) const {
-  return one_process_ ? reinterpret_cast<const char*>(word) : bases_[static_cast<size_t>(rank)] + word;
+  if (one_process_) {
+    return reinterpret_cast<const char*>(word);
+  }
+  const auto& arena = arenas_[static_cast<size_t>(rank)];
+  return (arena ? arena->readable() : Arena::of_process().base()) + word;
 }
 
 std::shared_ptr<char> Reach::take(size_t bytes) const {

@@ -28,8 +28,7 @@ class Reach {
 
  private:
   bool one_process_;
-  std::vector<std::shared_ptr<Segment>> segments_; // keep the others' arenas mapped
-  std::vector<const char*> bases_;
+  std::vector<std::shared_ptr<Segment>> arenas_;
 };
 
 } // namespace fsdp::shm

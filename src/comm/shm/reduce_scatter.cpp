@@ -86,7 +86,7 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
            }
          });
        }});
-  return make_work(collectives_of(core), step, std::move(lent));
+  return make_work(core, step, std::move(lent));
 }
 
 } // namespace fsdp::shm

@@ -154,17 +154,6 @@ void Unmap::operator()(char* memory) const {
   munmap(memory, bytes);
 }
 
-std::string SegmentId::packed() const {
-  return {reinterpret_cast<const char*>(this), sizeof(*this)};
-}
-
-SegmentId SegmentId::unpacked(const std::string& bytes) {
-  SegmentId id;
-  FSDP_CHECK(bytes.size() == sizeof(id), "[shared memory] expected a segment's identity, got {} bytes", bytes.size());
-  std::memcpy(&id, bytes.data(), sizeof(id));
-  return id;
-}
-
 std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access access) {
   Descriptor file(make_file(name));
   FSDP_CHECK(file.fd >= 0, "[shared memory] could not create a segment: {}", reason());

@@ -3,7 +3,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <string>
 
 namespace fsdp::shm {
 
@@ -14,9 +13,6 @@ struct SegmentId {
   uint64_t device = 0;
   uint64_t inode = 0;
   uint64_t bytes = 0;
-
-  std::string packed() const;
-  static SegmentId unpacked(const std::string& bytes);
 };
 
 /// Ends a mapping of this process.

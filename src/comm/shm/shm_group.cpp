@@ -3,7 +3,7 @@
 
 #include "base/check.h"
 #include "comm/arguments.h"
-#include "comm/shm/join.h"
+#include "comm/shm/core.h"
 
 namespace fsdp::shm {
 namespace {
@@ -76,15 +76,10 @@ std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
   const int size = static_cast<int>(members.size());
   const auto new_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
   auto core = join({static_cast<int>(new_rank), size, parent.place().timeout, parent.family()}, among_members);
-  return size == 1 ? group_of_one() : make_group(std::move(core));
+  return size == 1 ? group_of_one() : std::make_shared<ShmGroup>(std::move(core));
 }
 
 } // namespace
-
-std::shared_ptr<Group> make_group(CorePointer core) {
-  return std::make_shared<ShmGroup>(std::move(core));
-}
-
 } // namespace fsdp::shm
 
 namespace fsdp {
@@ -94,7 +89,8 @@ std::shared_ptr<Group> shm_group(int rank, int size, const Exchange& exchange, c
       rank >= 0 && rank < size, "[join shared-memory group] expected a rank from 0 to {}, got {}", size - 1, rank);
   auto family = std::make_shared<shm::Family>();
   family->ranks_on_host = size;
-  return shm::make_group(shm::join({rank, size, options.timeout, std::move(family), options.arena}, exchange));
+  return std::make_shared<shm::ShmGroup>(
+      shm::join({rank, size, options.timeout, std::move(family)}, exchange, options.arena));
 }
 
 } // namespace fsdp

@@ -11,7 +11,7 @@ std::string name_of(size_t offset) {
       {offset_of(&RankSlot::bell), "bell"},
       {offset_of(&RankSlot::wakes_for), "wakes_for"},
       {offset_of(&RankSlot::waits_for), "waits_for"},
-      {offset_of(&RankSlot::presence), "presence"},
+      {offset_of(&RankSlot::left), "left"},
       {offset_of(&RankSlot::posted), "posted"},
       {offset_of(&RankSlot::finished), "finished"},
       {offset_of(&RankSlot::writing), "writing"},

@@ -57,16 +57,6 @@ char* zeros(uint64_t index, size_t bytes) {
 
 void Unmap::operator()(char*) const {}
 
-std::string SegmentId::packed() const {
-  return {reinterpret_cast<const char*>(this), sizeof(*this)};
-}
-
-SegmentId SegmentId::unpacked(const std::string& bytes) {
-  SegmentId id;
-  std::memcpy(&id, bytes.data(), sizeof(id));
-  return id;
-}
-
 std::shared_ptr<Segment> Segment::create(const char* name, size_t bytes, Access access) {
   const bool is_arena = std::string(name) == "fsdp-arena"; // of the process, for all runs
   next_in_pool = std::string(name) == "fsdp-group" ? 0 : next_in_pool;

@@ -1,12 +1,18 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include <fsdp/group.h>
 
 #include "comm/c10d/channel.h"
 
+/// What a group does over its channel, one file each.
 namespace fsdp::adapter {
+
+/// Slices in memory that only this rank sees, gathered by copying them to every rank. Not thread safe.
+std::shared_ptr<Home> make_private_home(
+    std::shared_ptr<Channel> channel, std::vector<Piece> pieces, const HomeOptions& options);
 
 /// Starts an all-reduce in place.
 std::unique_ptr<Work> start_all_reduce(
