@@ -173,6 +173,48 @@ TEST_P(Freshness, AllRanksLookBetweenBackwardAndTheWrites) {
   });
 }
 
+// Each of these makes memory that all ranks write and read once, while shards may be written and nobody says so.
+TEST_P(Freshness, AllRanksGatherBetweenBackwardAndTheWrites) {
+  on_ranks(GetParam(), [] {
+    const Between ways[] = {
+        [](nn::Sequential& model, int) {
+          for (const auto& shard : parameters(*model)) {
+            sharded(shard).full_grad();
+          }
+        },
+        [](nn::Sequential& model, int) { summon_full_params(*model, {.writeback = false}); },
+        [](nn::Sequential& model, int) { full_state_dict(*model); },
+        [](nn::Sequential& model, int) { fsdp::clone(model); },
+        [](nn::Sequential&, int) { fully_shard(*nn::Linear(6, 6)); }};
+    for (const Between& gather : ways) {
+      expect_no_difference({.before_write = gather});
+      expect_no_difference({.before_write = gather, .after_write = gather});
+    }
+  });
+}
+
+// Ranks may drop a model at any time.
+TEST_P(Freshness, OneRankLooksAfterAnotherModelIsGone) {
+  if (GetParam().backend == "gloo") {
+    GTEST_SKIP() << "over Gloo a gather is a collective";
+  }
+  on_ranks(GetParam(), [] {
+    const auto other = std::make_shared<nn::Sequential>(nullptr);
+    const Between look = [other](nn::Sequential& model, int step) {
+      *other = nullptr;
+      if (rank() == 0) {
+        const torch::NoGradGuard no_grad;
+        model[2]->as<nn::Linear>()->weight.norm();
+      }
+      default_mesh().group()->exchange("", {"look", ""});
+      *other = stack_of(1);
+      fully_shard(**other);
+      (*other)->forward(torch::ones({2, 6})).sum().backward();
+    };
+    expect_no_difference({.before_write = look});
+  });
+}
+
 // Only where a gather asks nobody.
 TEST_P(Freshness, OneRankLooksBetweenBackwardAndTheWrites) {
   if (GetParam().backend == "gloo") {

@@ -22,49 +22,59 @@ nn::Sequential many_parameters(int count) {
   return model;
 }
 
+using Use = std::function<void(nn::Sequential&)>;
+
 // `use` is called once with each of the models that are to go.
-void train_while_others_go(const std::function<void(nn::Sequential&)>& use) {
-  on_threads(2, [&] {
-    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
-    for (const auto& layer : *model) {
-      fully_shard(*layer.ptr());
-    }
-    fully_shard(*model);
-    std::vector<nn::Sequential> others;
-    for (int i = 0; i < 60; ++i) {
-      others.push_back(many_parameters(200));
-      fully_shard(*others.back());
-    }
-    for (auto& other : others) {
-      use(other);
-    }
-    barrier();
-    std::jthread other_thread([&] {
-      for (; !others.empty(); others.pop_back()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    });
-    torch::optim::SGD optimizer(parameters(*model), 0.1);
-    for (int step = 0; step < 100; ++step) {
-      model->forward(torch::ones({2, 4})).sum().backward();
-      const torch::NoGradGuard no_grad;
-      model->forward(torch::ones({2, 4}));
-      optimizer.step();
-      optimizer.zero_grad();
+void train_while_others_go(const Use& use) {
+  nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+  for (const auto& layer : *model) {
+    fully_shard(*layer.ptr());
+  }
+  fully_shard(*model);
+  std::vector<nn::Sequential> others;
+  for (int i = 0; i < 60; ++i) {
+    others.push_back(many_parameters(200));
+    fully_shard(*others.back());
+  }
+  for (auto& other : others) {
+    use(other);
+  }
+  barrier();
+  std::jthread other_thread([&] {
+    for (; !others.empty(); others.pop_back()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });
+  torch::optim::SGD optimizer(parameters(*model), 0.1);
+  for (int step = 0; step < 100; ++step) {
+    model->forward(torch::ones({2, 4})).sum().backward();
+    const torch::NoGradGuard no_grad;
+    model->forward(torch::ones({2, 4}));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+void evaluate(nn::Sequential& model) {
+  const torch::NoGradGuard no_grad;
+  model->forward(torch::ones({1, 4}));
 }
 
 // As where a garbage collector runs on whatever thread comes along.
 TEST(Lifetimes, WholeModelsGoOnAnotherThreadWhileOneTrains) {
-  train_while_others_go([](nn::Sequential& other) {
-    const torch::NoGradGuard no_grad;
-    other->forward(torch::ones({1, 4}));
+  on_threads(2, [] { train_while_others_go(evaluate); });
+}
+
+TEST(Lifetimes, WholeModelsGoOnAnotherThreadWhileOneTrainsOverGloo) {
+  on_processes(2, [] {
+    init({.backend = "gloo", .device = "cpu"});
+    train_while_others_go(evaluate);
+    shutdown();
   });
 }
 
 TEST(Lifetimes, ShardedModelsGoOnAnotherThreadWhileOneTrains) {
-  train_while_others_go([](nn::Sequential& other) { as_fsdp(*other).reshard(); });
+  on_threads(2, [] { train_while_others_go([](nn::Sequential& other) { as_fsdp(*other).reshard(); }); });
 }
 
 // Of half precision, what is gathered lies in memory that all ranks hand out alike, each for itself.

@@ -71,9 +71,14 @@ class PrivateGathered final : public Gathered {
   ~PrivateGathered() override {
     follow_current_stream(stream_);
     // The backend may still write to the memory of a gather that nobody waited for.
-    if (ready_) {
+    if (ready_ && !abandoned_) {
       channel_->pool().give_back(std::move(wholes_));
     }
+  }
+
+  // Meanwhile another thread may take memory from the pool.
+  void abandon() override {
+    abandoned_ = true;
   }
 
   void wait() override {
@@ -142,6 +147,7 @@ class PrivateGathered final : public Gathered {
   at::Tensor flat_; // every rank's payload, until it is copied out
   std::shared_ptr<Pending> pending_;
   bool ready_ = false;
+  bool abandoned_ = false;
 };
 
 class PrivateHome final : public Home {

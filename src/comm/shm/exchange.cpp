@@ -8,12 +8,12 @@ namespace {
 
 // Words of a post: the number of bytes, flags, and then the bytes, or where they are.
 constexpr uint64_t kWriting = 1; // the rank is in a write phase
-constexpr uint64_t kOpen = 2; // the rank may write and not say so
+constexpr uint64_t kUnseen = 2; // in a time in which ranks may write and not say so
 constexpr size_t kBytesInPost = Post::kBytes - 2 * sizeof(uint64_t);
 
 std::shared_ptr<char> fill(Post& post, const Core& core, const std::string& bytes) {
   post.words[0] = bytes.size();
-  post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.unseen_writes.open() ? kOpen : 0);
+  post.words[1] = (core.phases.writing() ? kWriting : 0) | (core.unseen_writes.last() ? kUnseen : 0);
   if (bytes.size() <= kBytesInPost) {
     std::memcpy(&post.words[2], bytes.data(), bytes.size());
     return nullptr;
@@ -39,10 +39,10 @@ std::vector<std::string> exchange(
   Post& post = core->collectives.prepare(label, Fingerprint("exchange", label, agreed));
   const auto block = fill(post, *core, bytes);
   core->phases.publish_writes();
-  core->unseen_writes.end();
+  core->unseen_writes.leave();
 
   std::vector<std::string> all;
-  uint64_t flags_of_all = kWriting | kOpen;
+  uint64_t flags_of_all = kWriting | kUnseen;
   const uint64_t number = core->collectives.commit();
   core->collectives.keep(number, {.tensors = {}, .block = block});
   const auto read_all = [&, core = core.get()] {
@@ -55,7 +55,7 @@ std::vector<std::string> exchange(
   core->collectives.finish(core->collectives.queue({.number = number, .value = number, .run = run}));
   core->collectives.release_kept();
   core->phases.resume((flags_of_all & kWriting) != 0);
-  core->unseen_writes.resume((flags_of_all & kOpen) != 0);
+  core->unseen_writes.resume((flags_of_all & kUnseen) != 0);
   return all;
 }
 

@@ -65,7 +65,7 @@ struct SharedHome final : Home, std::enable_shared_from_this<SharedHome> {
     core->members->throw_if_failed(label);
     if (layout.any_in_place && !core->phases.writing()) {
       const WithoutCallersLock no_callers_lock;
-      core->unseen_writes.end();
+      core->unseen_writes.leave();
       core->phases.begin_write(label);
       core->collectives.release_kept(); // the others have read all that was given to them
     }
@@ -191,10 +191,15 @@ class GatheredPieces final : public Gathered {
 };
 
 std::unique_ptr<Gathered> SharedHome::gather(const Label& label) {
-  if (std::exchange(was_gathered, true)) { // else it is being sharded
+  const bool shards = !std::exchange(was_gathered, true); // or puts something together, once
+  if (!shards) {
     keep_arena();
   }
-  return std::make_unique<GatheredPieces>(shared_from_this(), label);
+  auto gathered = std::make_unique<GatheredPieces>(shared_from_this(), label);
+  if (shards) {
+    watch_slices();
+  }
+  return gathered;
 }
 
 void check(const std::vector<Piece>& pieces, const HomeOptions& options, int size, const Label& label) {
@@ -233,7 +238,6 @@ Offer make_offer(const Layout& layout, bool new_scratch, int size, std::vector<s
 
 void open_offer(SharedHome& home, const Offer& offer, bool new_scratch) {
   home.segment = Segment::open(offer.home, Access::kReadAndWrite);
-  home.watch_slices();
   if (new_scratch) {
     home.scratch = std::make_shared<Scratch>(*home.core->members, Segment::open(offer.scratch, Access::kReadAndWrite));
     home.core->scratch = home.scratch;

@@ -19,12 +19,18 @@ uint64_t digest(uint64_t value, const char* memory, size_t bytes) {
   return value;
 }
 
+// Of both ends.
+uint64_t glance(const char* memory, size_t bytes) {
+  const size_t first = std::min(bytes, kLook), last = std::min(bytes - first, kLook);
+  return digest(digest(0, memory, first), memory + bytes - last, last);
+}
+
 } // namespace
 
 void UnseenWrites::watch(const char* memory, size_t bytes) {
   if (bytes > 0) {
     const std::scoped_lock lock(mutex_);
-    slices_[memory] = bytes;
+    slices_[memory] = {bytes, glance(memory, bytes)};
   }
 }
 
@@ -34,42 +40,44 @@ void UnseenWrites::forget(const char* memory) {
 }
 
 // An optimizer changes nearly everything: some of it tells.
-std::optional<uint64_t> UnseenWrites::glance() const {
+void UnseenWrites::look() {
   const std::scoped_lock lock(mutex_);
-  if (slices_.empty()) {
-    return std::nullopt;
-  }
   const size_t stride = slices_.size() / kGlances + 1;
-  uint64_t value = 0;
   size_t index = 0;
-  for (const auto& [memory, bytes] : slices_) {
-    if (index++ % stride == 0) {
-      value = digest(value, memory, std::min(bytes, kLook));
-      const size_t rest = bytes - std::min(bytes, kLook);
-      value = digest(value, memory + bytes - std::min(rest, kLook), std::min(rest, kLook));
-    }
+  for (auto& [memory, slice] : slices_) {
+    slice.seen = index++ % stride == 0 ? std::optional(glance(memory, slice.bytes)) : std::nullopt;
   }
-  return value;
+}
+
+bool UnseenWrites::may_have_written() const {
+  const std::scoped_lock lock(mutex_);
+  return slices_.empty() || std::any_of(slices_.begin(), slices_.end(), [](const auto& item) {
+           const auto& [memory, slice] = item;
+           return slice.seen && *slice.seen != glance(memory, slice.bytes);
+         });
 }
 
 void UnseenWrites::begin(const Label& label) {
-  end();
+  leave();
   phases_.begin_write(label);
-  seen_ = glance();
+  look();
+  last_ = true;
   has_to_wait_ = false;
 }
 
 void UnseenWrites::end() {
-  has_to_wait_ = has_to_wait_ || open();
+  leave();
+  last_ = false;
+}
+
+void UnseenWrites::leave() {
+  has_to_wait_ = has_to_wait_ || phases_.writing();
   phases_.publish_writes();
 }
 
 void UnseenWrites::before_gather() {
-  if (!open()) {
-    return;
-  }
-  if (const auto now = glance(); !now || now != seen_) {
-    end();
+  if (phases_.writing() && may_have_written()) {
+    leave();
   }
 }
 
@@ -91,11 +99,11 @@ void UnseenWrites::await_others(const Label& label) {
   has_to_wait_ = !all_are_through;
 }
 
-void UnseenWrites::resume(bool all_were_open) {
-  phases_.resume(all_were_open);
+void UnseenWrites::resume(bool last_everywhere) {
+  phases_.resume(last_everywhere);
   has_to_wait_ = false;
-  if (open()) {
-    seen_ = glance();
+  if (last_everywhere) {
+    look();
   }
 }
 

@@ -12,40 +12,48 @@ namespace fsdp::shm {
 
 /// The times in which ranks write their slices with no word to anybody, as kernels do that another compiler has made.
 ///
-/// [Note: unseen writes] Such a time is a write phase of its own, beside those that writers announce. All ranks enter
-/// it when backward has ended, after which nobody reads in place what is about to be written. A rank is through when
-/// the program says so, when it announces a write after all, when its next backward begins, or when a gather finds its
-/// slices changed; a gather after that waits for the others to be through. A rank whose slices are as they were has not
-/// begun: it may look at parameters alone. Who has no slices has nothing to write, and goes by the others. Same thread
-/// safety as Members.
+/// [Note: unseen writes] In such a time ranks are in a write phase of its own kind, beside those that writers announce.
+/// All ranks enter one when backward has ended, after which nobody reads in place what is about to be written. A rank
+/// is through with it when the time is over (the program says so, or its next backward begins), when it announces a
+/// write after all, or when a gather finds its slices changed; a gather after that waits for the others to be through.
+/// A rank whose slices are as they were has not begun: it may look at parameters alone. Who has no slices has nothing
+/// to write, and goes by the others. A collective that waits for all ranks ends the phase, and as long as the time
+/// lasts all enter the next. Same thread safety as Members.
 class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
 
-  /// Memory of this rank's slices, which may be written. Homes go on any thread: these two are thread safe.
+  /// Memory of this rank's slices, which may be written from now on. Homes go on any thread: these two are thread safe.
   void watch(const char* memory, size_t bytes);
   void forget(const char* memory);
 
   void begin(const Label& label);
   void end();
+  /// This rank has written: the phase is over for it.
+  void leave();
   /// Around a gather: before the first look at others' memory.
   void before_gather();
   void await_others(const Label& label);
 
-  /// As in Phases: around a collective that waits for all ranks.
-  bool open() const {
-    return phases_.writing();
+  /// As in Phases: around a collective that waits for all ranks, before which they leave.
+  bool last() const {
+    return last_;
   }
-  void resume(bool all_were_open);
+  void resume(bool last_everywhere);
 
  private:
-  std::optional<uint64_t> glance() const; // nothing without slices
+  struct Slice {
+    size_t bytes;
+    std::optional<uint64_t> seen; // when the phase began, if it is one of those that are looked at
+  };
+  void look();
+  bool may_have_written() const;
 
   Members& members_;
   Phases phases_;
   mutable std::mutex mutex_;
-  std::map<const char*, size_t> slices_;
-  std::optional<uint64_t> seen_; // at the beginning
+  std::map<const char*, Slice> slices_;
+  bool last_ = false;
   bool has_to_wait_ = false; // for the others, before it gathers
 };
 
