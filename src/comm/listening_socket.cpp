@@ -18,16 +18,18 @@ union Address {
 };
 
 std::optional<Address> loopback_address(const std::string& text, uint16_t port) {
-  in_addr v4{};
-  if (inet_pton(AF_INET, text == "localhost" ? "127.0.0.1" : text.c_str(), &v4) == 1) {
-    const sockaddr_in address{.sin_family = AF_INET, .sin_port = htons(port), .sin_addr = v4, .sin_zero = {}};
-    return ntohl(v4.s_addr) >> 24 == IN_LOOPBACKNET ? std::optional(Address{.v4 = address}) : std::nullopt;
+  Address address{};
+  if (inet_pton(AF_INET, text == "localhost" ? "127.0.0.1" : text.c_str(), &address.v4.sin_addr) == 1) {
+    address.v4.sin_family = AF_INET;
+    address.v4.sin_port = htons(port);
+    return ntohl(address.v4.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET ? std::optional(address) : std::nullopt;
   }
-  Address address{.v6 = {}};
-  address.v6.sin6_family = AF_INET6;
-  address.v6.sin6_port = htons(port);
-  const bool is_v6 = inet_pton(AF_INET6, text.c_str(), &address.v6.sin6_addr) == 1;
-  return is_v6 && IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr) ? std::optional(address) : std::nullopt;
+  if (inet_pton(AF_INET6, text.c_str(), &address.v6.sin6_addr) == 1 && IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr)) {
+    address.v6.sin6_family = AF_INET6;
+    address.v6.sin6_port = htons(port);
+    return address;
+  }
+  return std::nullopt;
 }
 
 uint16_t port_of(int descriptor) {
