@@ -130,6 +130,23 @@ class Trainer {
     }
   }
 
+  /// Something of every rank's, in memory that is written and read once.
+  void put_together() {
+    begin_operation();
+    const auto home = group_->make_home({{exploring::ranks(), 1, c10::kFloat, c10::kFloat}}, {}, label_);
+    home->begin_write(label_);
+    *static_cast<float*>(home->slice(0)) = static_cast<float>(rank());
+    const auto gathered = home->gather(label_);
+    gathered->wait();
+    for (int r = 0; r < exploring::ranks(); ++r) {
+      if (static_cast<const float*>(gathered->piece(0))[r] != static_cast<float>(r)) {
+        exploring::violate(
+            "rank " + std::to_string(rank()) + " put together what is not rank " + std::to_string(r) + "'s");
+      }
+    }
+    group_->exchange("", label_);
+  }
+
   /// Posts gradients; `wait_for` the sums.
   std::unique_ptr<Work> reduce(at::Tensor& gradients) {
     begin_operation();
@@ -426,6 +443,22 @@ TEST(Protocol, ABarrierAmongUnseenWrites) {
     me.write_unseen(1);
     me.gather_all();
   });
+}
+
+TEST(Protocol, SomethingIsPutTogetherAmongUnseenWrites) {
+  for (const bool has_begun : {false, true}) {
+    expect_right(
+        [has_begun](Trainer& me) {
+          me.end_backward();
+          if (has_begun) {
+            me.write_unseen(0);
+          }
+          me.put_together();
+          me.write_all_unseen();
+          me.gather_all();
+        },
+        {.ranks = 2});
+  }
 }
 
 // -- ranks that go
