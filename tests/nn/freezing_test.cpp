@@ -1,5 +1,6 @@
 // What users freeze or thaw, the handle or the shard, the other follows.
 
+#include "base/phrase.h"
 #include "engine/unit.h"
 #include "nn/parity.h"
 

@@ -182,8 +182,7 @@ TEST_P(Freshness, AllRanksGatherBetweenBackwardAndTheWrites) {
             sharded(shard).full_grad();
           }
         },
-        [](nn::Sequential& model, int) { summon_full_params(*model, {.writeback = false}); },
-        [](nn::Sequential& model, int) { full_state_dict(*model); },
+        [](nn::Sequential& model, int) { const auto read_only = summon_full_params(*model, {.writeback = false}); },
         [](nn::Sequential& model, int) { fsdp::clone(model); },
         [](nn::Sequential&, int) { fully_shard(*nn::Linear(6, 6)); }};
     for (const Between& gather : ways) {
@@ -200,7 +199,7 @@ TEST_P(Freshness, OneRankLooksAfterAnotherModelIsGone) {
   }
   on_ranks(GetParam(), [] {
     const auto other = std::make_shared<nn::Sequential>(nullptr);
-    const Between look = [other](nn::Sequential& model, int step) {
+    const Between look = [other](nn::Sequential& model, int) {
       *other = nullptr;
       if (rank() == 0) {
         const torch::NoGradGuard no_grad;
