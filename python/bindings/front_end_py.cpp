@@ -53,6 +53,14 @@ class DTensorShard : public ShownShard {
   }
 
   void give_gradient(at::Tensor piece) override {
+    if (const auto& hooks = torch::autograd::impl::hooks(tensor()); !hooks.empty()) {
+      at::Tensor gradient = as_dtensor(piece);
+      for (const auto& hook : hooks) {
+        gradient = (*hook)({std::move(gradient)})[0];
+      }
+      py::gil_scoped_acquire gil;
+      piece = local_of(py::cast(gradient)).clone(); // what a hook keeps, or gives each time, is not ours to add to
+    }
     if (at::Tensor present = gradient(); present.defined()) {
       c10::AutoGradMode no_grad(false);
       present.add_(piece);

@@ -76,15 +76,31 @@ class OnTheWhole:
         return self.sharded().parameter.register_post_accumulate_grad_hook(hook)
 
     def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
-        """For the gradient of this rank alone. PyTorch puts hooks of Python in the place of the engine's, which takes
-        away what stands in for the last gradient; so does the first one here."""
+        """For the gradient of this rank alone. PyTorch puts hooks of Python in the place of the engine's; the first one
+        here does what that does."""
         handle = self.handle()
         if not handle._backward_hooks:
-            torch.Tensor.register_hook(handle, self._forget_last_gradient)
+            torch.Tensor.register_hook(handle, self._expect_gradient)
         return torch.Tensor.register_hook(self.shadow(), hook)
 
-    def _forget_last_gradient(self, _gradient: torch.Tensor) -> None:
-        self.handle().grad = None
+    def keep_hooks(self, original: nn.Parameter) -> None:
+        """Those that were registered before it was sharded."""
+        if self.handle() is not original:
+            return
+        if stepping := original._post_accumulate_grad_hooks:
+            self.sharded().parameter._post_accumulate_grad_hooks = stepping
+        if hooks := original._backward_hooks:
+            first = RemovableHandle(hooks)
+            hooks[first.id] = self._expect_gradient
+            hooks.move_to_end(first.id, last=False)
+            original._backward_hooks = hooks  # again, as the engine's have taken their place
+
+    def _expect_gradient(self, _gradient: torch.Tensor) -> None:
+        """Users may have thawed it since its forward; and what stands in for the last gradient is none."""
+        handle = self.handle()
+        _C.follow_requires_grad(handle)
+        if handle.requires_grad:
+            handle.grad = None
 
 
 def _leave_apart() -> None:

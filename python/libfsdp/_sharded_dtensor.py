@@ -70,6 +70,9 @@ class DTensorSharded(Sharded):
         self.shape, self.stride = like.shape, like.stride()
         requires_grad = original.requires_grad
         self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
+        for name, value in vars(original).items():
+            if not hasattr(self.parameter, name):  # users have set it
+                setattr(self.parameter, name, value)
         self.shown = self._shown(shard)
         _C.show_as(shard, self.shown)
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
@@ -79,6 +82,7 @@ class DTensorSharded(Sharded):
         if shard.is_meta and type(self.handle) is nn.Parameter:
             self.handle.__class__ = FilledLater
         self._show_handle()
+        OnTheWhole(self).keep_hooks(original)
         self._note()
 
     def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:

@@ -19,7 +19,8 @@ BackwardGraph BackwardGraph::current() {
 }
 
 bool BackwardGraph::has(const at::Tensor& leaf) const {
-  const auto end = torch::autograd::impl::try_get_grad_accumulator(leaf); // there is one while a graph has the leaf
+  // There is one while a graph has the leaf.
+  const auto end = leaf.defined() ? torch::autograd::impl::try_get_grad_accumulator(leaf) : nullptr;
   return end != nullptr && nodes_ != nullptr && nodes_->count(end.get()) > 0;
 }
 

@@ -27,7 +27,7 @@ ForwardGraph::ForwardGraph() : nodes_(std::make_unique<Nodes>()) {}
 ForwardGraph::~ForwardGraph() = default;
 
 void ForwardGraph::note(const at::Tensor& leaf) {
-  if (auto* autograd = torch::autograd::impl::get_autograd_meta(leaf)) {
+  if (auto* autograd = leaf.defined() ? torch::autograd::impl::get_autograd_meta(leaf) : nullptr) {
     const std::lock_guard lock(autograd->mutex_);
     if (!is_gone(autograd->grad_accumulator_)) {
       nodes_->all.push_back(autograd->grad_accumulator_);

@@ -18,20 +18,22 @@ struct Users {
   std::vector<std::pair<Unit*, std::weak_ptr<Unit>>>
       readers; // in the order of entering, which is the same on all ranks
   int unseen_writers = 0;
+  bool left_unseen = false; // whoever was to end the time of unseen writes went before
 };
 
 std::mutex mutex;
 std::unordered_map<Group*, Users> users;
 
-std::vector<std::weak_ptr<Unit>> readers_of(Group& group) {
+/// As they are now; what was left unseen is the caller's to end.
+Users take(Group& group) {
   std::lock_guard lock(mutex);
-  std::vector<std::weak_ptr<Unit>> readers;
-  if (const auto found = users.find(&group); found != users.end()) {
-    for (const auto& [unit, alive] : found->second.readers) {
-      readers.push_back(alive);
-    }
+  const auto found = users.find(&group);
+  if (found == users.end()) {
+    return {};
   }
-  return readers;
+  Users present = found->second;
+  found->second.left_unseen = false;
+  return present;
 }
 
 /// Whether none is left.
@@ -61,12 +63,15 @@ void end_reading(Group& group, Unit& unit) {
 }
 
 void stop_readers(Group& group) {
-  const auto readers = readers_of(group);
-  if (readers.empty()) {
+  const Users present = take(group);
+  if (present.left_unseen) {
+    group.end_unseen_writes();
+  }
+  if (present.readers.empty()) {
     return;
   }
   WithoutCallersLock no_callers_lock;
-  for (const auto& reader : readers) {
+  for (const auto& [address, reader] : present.readers) {
     if (const auto unit = reader.lock()) {
       const auto runtime = unit->shared_runtime(); // outlives the lock, should this be the last to hold the unit
       const auto lock = runtime->lock();
@@ -78,7 +83,9 @@ void stop_readers(Group& group) {
 void begin_unseen_writes(Group& group, const Label& label) {
   {
     std::lock_guard lock(mutex);
-    ++users[&group].unseen_writers;
+    Users& of_group = users[&group];
+    ++of_group.unseen_writers;
+    of_group.left_unseen = false;
   }
   group.begin_unseen_writes(label);
 }
@@ -90,14 +97,17 @@ void end_unseen_writes(Group& group) {
 }
 
 void forget_unseen_writes(Group& group) {
-  count_off_writer(group);
+  std::lock_guard lock(mutex);
+  Users& of_group = users[&group];
+  of_group.left_unseen = --of_group.unseen_writers == 0;
 }
 
 void forget(Group& group, Unit& unit) {
   std::lock_guard lock(mutex);
   if (auto found = users.find(&group); found != users.end()) {
     erase_reader(found->second, unit);
-    if (found->second.readers.empty() && found->second.unseen_writers == 0) {
+    const Users& left = found->second;
+    if (left.readers.empty() && left.unseen_writers == 0 && !left.left_unseen) {
       users.erase(found);
     }
   }

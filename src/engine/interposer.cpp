@@ -351,10 +351,6 @@ void intercept_at(
   called_by_torch([&] { keep_writes(call); });
 }
 
-void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  intercept_at(kInnerKey, op, keys, stack);
-}
-
 // Tensors in lists of lists have no say in where an operator goes, so that such operators are looked at on their way
 // through autograd.
 void intercept_lists_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -440,6 +436,10 @@ void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::j
     return intercept_at(kKey, op, keys, stack);
   }
   intercept_at(kKey, op, keys, stack);
+}
+
+void intercept_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  intercept_at(kInnerKey, op, keys, stack);
 }
 
 } // namespace fsdp::engine

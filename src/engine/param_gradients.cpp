@@ -107,14 +107,17 @@ void Param::agree_on_requires_grad() {
 void Param::install_gradient_hooks(const at::Tensor& handle) {
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
   handle.register_hook([this, unit = unit_.weak_from_this(), impl = handle.unsafeGetTensorImpl()](const at::Tensor&) {
-    const auto alive = unit.lock(); // else the tensor was given another storage, which `GradientHook` says
-    if (alive) {
+    const auto alive = unit.lock();
+    if (!alive) { // the tensor was given another storage, which `GradientHook` says
+      return;
+    }
+    called_by_torch([&] {
       follow_requires_grad(); // users may have frozen it for another forward, and thawed it since
-    }
-    const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
-    if (alive && BackwardGraph::current().reaches(leaf)) { // else `autograd::grad` hands it to the caller
-      take_off_stand_in(impl->mutable_grad());
-    }
+      const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
+      if (trainable() && BackwardGraph::current().reaches(leaf)) { // else `autograd::grad` hands it to the caller
+        take_off_stand_in(impl->mutable_grad());
+      }
+    });
   });
 }
 

@@ -72,23 +72,36 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
   }
 }
 
+// Of what a DTensor wraps. On other devices than the CPU DTensor sees to the numbers itself.
+void draw_inside(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const at::Tensor& shard = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  shard.is_cpu() && param_of_piece(shard) != nullptr ? draw(op, keys, stack) : intercept_inside(op, keys, stack);
+}
+
+constexpr std::array kNames{
+    "uniform_",
+    "normal_",
+    "random_",
+    "random_.from",
+    "random_.to",
+    "bernoulli_.float",
+    "exponential_",
+    "log_normal_",
+    "cauchy_",
+    "geometric_"};
+
 } // namespace
 
 } // namespace fsdp::engine
 
 TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
-  constexpr std::array kNames{
-      "uniform_",
-      "normal_",
-      "random_",
-      "random_.from",
-      "random_.to",
-      "bernoulli_.float",
-      "exponential_",
-      "log_normal_",
-      "cauchy_",
-      "geometric_"};
-  for (const char* name : kNames) {
+  for (const char* name : fsdp::engine::kNames) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::draw>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(aten, CustomRNGKeyId, library) {
+  for (const char* name : fsdp::engine::kNames) {
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fsdp::engine::draw_inside>());
   }
 }

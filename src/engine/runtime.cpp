@@ -84,6 +84,7 @@ void Runtime::keep(std::shared_ptr<Unit> unit) {
 }
 
 void Runtime::adopt(Runtime& other) {
+  const auto alive = other.shared_from_this(); // its units keep it, and leave
   auto guard = lock();
   InternalScope scope;
   other.reducer_.finish();

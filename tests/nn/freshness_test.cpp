@@ -192,6 +192,33 @@ TEST_P(Freshness, AllRanksGatherBetweenBackwardAndTheWrites) {
   });
 }
 
+// Of what it left unseen nobody is left to say that it is over; some ranks have no slice of the first weight.
+TEST(FreshnessOfReplicas, ModelsAreShardedAfterOneThatNeverStepped) {
+  for (const char* backend : {"", "shm"}) {
+    on_ranks({backend, 4}, [] {
+      const auto inner = init_device_mesh("cpu", {2, 2}, {"outer", "inner"})["inner"];
+      const auto place = [&](const at::Tensor& tensor, const std::string&) {
+        return tensor.dim() == 1 ? ShardPlacement{0, inner} : ShardPlacement{1};
+      };
+      for (int round = 0; round < 2; ++round) {
+        {
+          nn::Linear leaving(6, 6);
+          fully_shard(*leaving);
+          leaving->forward(torch::ones({2, 6})).sum().backward();
+        }
+        nn::Sequential model(nn::Linear(5, 7), nn::Linear(7, 2));
+        for (const auto& layer : *model) {
+          fully_shard(*layer.ptr(), {.shard_placement_fn = place});
+        }
+        for (int step = 0; step < 2; ++step) {
+          model->forward(torch::ones({2, 5})).sum().backward();
+          model->zero_grad();
+        }
+      }
+    });
+  }
+}
+
 // Ranks may drop a model at any time.
 TEST_P(Freshness, OneRankLooksAfterAnotherModelIsGone) {
   if (GetParam().backend == "gloo") {

@@ -305,9 +305,13 @@ def compared_with_itself(model, batch):
     return (out * known).sum() / len(batch)
 
 
+@pytest.mark.parametrize("hooked", [False, True])
 @on_ranks(2)
-def test_what_is_frozen_for_another_forward_gets_its_gradients():
+def test_what_is_frozen_for_another_forward_gets_its_gradients(hooked):
     reference, model = sharded_adapted()
+    if hooked:
+        for each in (reference, model):
+            each[0].down.weight.register_hook(lambda gradient: None)
     check_training(model, reference, compared_with_itself, (4,), exact=True, steps=2)
 
 

@@ -38,6 +38,16 @@ def test_shards_are_what_torch_would_cut():
     assert type(model[0].weight) is nn.Parameter and model[0].weight.shape == (7, 5)
 
 
+@on_ranks(1, 2, 3, comm=("shm",))
+def test_random_numbers_for_registered_parameters_are_those_of_the_whole():
+    reference, model = nn.LSTM(4, 5, num_layers=2), fully_shard(nn.LSTM(4, 5, num_layers=2))
+    for fill in (nn.LSTM.reset_parameters, lambda each: [nn.init.normal_(p) for p in each.parameters()]):
+        for each in (reference, model):
+            torch.manual_seed(3)
+            fill(each)
+        check_same(model, reference)
+
+
 @on_ranks(2)
 def test_state_dict_shares_storage_and_moves_nothing():
     model = sharded_mlp()

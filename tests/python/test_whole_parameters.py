@@ -12,7 +12,19 @@ from torch.distributed.tensor import DTensor
 import libfsdp
 from harness import on_ranks
 from libfsdp import MixedPrecisionPolicy, fully_shard
-from subjects import BATCH, check_training, even, loss_of, mine, mlp, rows, seeded, shard_with, whole
+from subjects import (
+    BATCH,
+    check_training,
+    even,
+    loss_of,
+    mine,
+    mlp,
+    reference_backward,
+    rows,
+    seeded,
+    shard_with,
+    whole,
+)
 
 
 def backward(model, step=0):
@@ -62,6 +74,58 @@ def test_hooks_on_its_gradient_see_that_of_this_rank():
             (loss_of(reference, part) * (2 if step < 2 else 1) / dist.get_world_size()).backward()
     torch.testing.assert_close(whole(model[0]._parameters["weight"].grad), reference[0].weight.grad)
     assert len(seen) == 2
+
+
+@on_ranks(1, 2)
+def test_hooks_from_before_sharding_stay():
+    reference, model = seeded(even), seeded(even)
+    stepped, kept = [], []
+    for each in (reference, model):
+        weight = each[0].weight
+        kept.append([weight.register_hook(lambda gradient: gradient * 2), weight.register_hook(lambda gradient: None)])
+        each[0].bias.register_post_accumulate_grad_hook(lambda parameter: stepped.append(parameter.grad is not None))
+    shard_with(fully_shard, model)
+    for step in range(4):
+        if step == 1:
+            for each in (reference, model):
+                each[0].weight.register_hook(lambda gradient: gradient + gradient)
+        elif step == 2:
+            for hooks in kept:
+                hooks[0].remove()
+        reference.zero_grad(), model.zero_grad()
+        loss_of(model, mine(rows(step, 4))).backward()
+        reference_backward(reference, loss_of, rows(step, 4))
+        for (name, ours), theirs in zip(model.named_parameters(), reference.parameters()):
+            torch.testing.assert_close(whole(ours.grad), theirs.grad, msg=lambda text: f"{step} {name}: {text}")
+    assert stepped == [True] * len(stepped) and len(stepped) >= 8
+
+
+@on_ranks(1, 2)
+def test_hooks_of_registered_parameters_are_given_the_reduced_gradient():
+    model, seen = shard_with(fully_shard, seeded(even)), []
+    plain = shard_with(fully_shard, seeded(even))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: seen.append(gradient) or gradient.clamp(-0.01, 0.01))
+    for step in range(2):
+        for each in (model, plain):
+            loss_of(each, mine(rows(step, 4))).backward()
+    for parameter, other in zip(model.parameters(), plain.parameters()):
+        assert parameter.grad.placements == parameter.placements
+        assert whole(parameter.grad).abs().max() <= 0.02 < 2 * whole(other.grad).abs().max()
+    assert len(seen) == 2 * len(list(model.parameters()))
+    assert sum(whole(gradient).abs().sum() for gradient in seen[: len(seen) // 2]) > 0
+
+
+@on_ranks(1, 2)
+def test_attributes_of_parameters_are_found_on_the_registered_ones():
+    model = seeded(even)
+    model[0].weight._no_weight_decay = True
+    model[0].weight._optim = {"lr": 0.5}
+    shard_with(fully_shard, model)
+    registered = dict(model.named_parameters())["0.weight"]
+    assert registered._no_weight_decay and registered._optim == {"lr": 0.5}
+    assert not hasattr(dict(model.named_parameters())["0.bias"], "_no_weight_decay")
+    assert model[0].weight._no_weight_decay
 
 
 @on_ranks(2)

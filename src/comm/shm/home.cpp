@@ -65,7 +65,7 @@ struct SharedHome final : Home, std::enable_shared_from_this<SharedHome> {
     core->members->throw_if_failed(label);
     if (layout.any_in_place && !core->phases.writing()) {
       const WithoutCallersLock no_callers_lock;
-      core->unseen_writes.leave();
+      core->unseen_writes.end();
       core->phases.begin_write(label);
       core->collectives.release_kept(); // the others have read all that was given to them
     }
@@ -111,7 +111,9 @@ class GatheredPieces final : public Gathered {
     core.collectives.release_kept();
     if (home_->layout.any_in_place) {
       core.phases.publish_writes();
-      core.unseen_writes.before_gather();
+      if (home_->was_gathered) { // else all ranks have met since, and go on together
+        core.unseen_writes.before_gather();
+      }
     }
     if (home_->layout.any_cast) {
       cast();
@@ -191,12 +193,11 @@ class GatheredPieces final : public Gathered {
 };
 
 std::unique_ptr<Gathered> SharedHome::gather(const Label& label) {
-  const bool shards = !std::exchange(was_gathered, true); // or puts something together, once
-  if (!shards) {
+  if (was_gathered) { // else it is being sharded, or puts something together once
     keep_arena();
   }
   auto gathered = std::make_unique<GatheredPieces>(shared_from_this(), label);
-  if (shards) {
+  if (!std::exchange(was_gathered, true)) {
     watch_slices();
   }
   return gathered;

@@ -17,8 +17,8 @@ namespace fsdp::shm {
 /// is through with it when the time is over (the program says so, or its next backward begins), when it announces a
 /// write after all, or when a gather finds its slices changed; a gather after that waits for the others to be through.
 /// A rank whose slices are as they were has not begun: it may look at parameters alone. Who has no slices has nothing
-/// to write, and goes by the others. A collective that waits for all ranks ends the phase, and as long as the time
-/// lasts all enter the next. Same thread safety as Members.
+/// to write, and goes by the others. An exchange ends the phase, and if the time lasts for all of them, all enter the
+/// next. Same thread safety as Members.
 class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
