@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _C
 from ._layout import Layout
@@ -70,9 +71,7 @@ class DTensorSharded(Sharded):
         self.shape, self.stride = like.shape, like.stride()
         requires_grad = original.requires_grad
         self.parameter = self._as_parameter(self._local(shard, original), requires_grad)
-        for name, value in vars(original).items():
-            if not hasattr(self.parameter, name):  # users have set it
-                setattr(self.parameter, name, value)
+        self._take_attributes(original)
         self.shown = self._shown(shard)
         _C.show_as(shard, self.shown)
         if self.handle is not original:  # a new tensor, or what a DTensor wraps
@@ -84,6 +83,13 @@ class DTensorSharded(Sharded):
         self._show_handle()
         OnTheWhole(self).keep_hooks(original)
         self._note()
+
+    def _take_attributes(self, original: nn.Parameter) -> None:
+        """What users have set on it; a tensor subclass has its memory there."""
+        if not is_traceable_wrapper_subclass(original):
+            for name, value in vars(original).items():
+                if not hasattr(self.parameter, name):
+                    setattr(self.parameter, name, value)
 
     def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
         return shard
