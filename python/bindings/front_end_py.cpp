@@ -1,3 +1,4 @@
+#include <fsdp/error.h>
 #include <fsdp/front_end.h>
 #include <fsdp/sharded_tensor.h>
 
@@ -53,13 +54,13 @@ class DTensorShard : public ShownShard {
   }
 
   void give_gradient(at::Tensor piece) override {
-    if (const auto& hooks = torch::autograd::impl::hooks(tensor()); !hooks.empty()) {
+    const at::Tensor parameter = tensor(); // hooks may put another in its place
+    if (const auto& hooks = torch::autograd::impl::hooks(parameter); !hooks.empty()) {
       at::Tensor gradient = as_dtensor(piece);
       for (const auto& hook : hooks) {
         gradient = (*hook)({std::move(gradient)})[0];
       }
-      py::gil_scoped_acquire gil;
-      piece = local_of(py::cast(gradient)).clone(); // what a hook keeps, or gives each time, is not ours to add to
+      piece = piece_given(gradient).clone(); // what a hook keeps, or gives each time, is not ours to add to
     }
     if (at::Tensor present = gradient(); present.defined()) {
       c10::AutoGradMode no_grad(false);
@@ -107,6 +108,21 @@ class DTensorShard : public ShownShard {
     py::gil_scoped_acquire gil;
     const auto spec = py::getattr(parameter_.get(), names().spec);
     return names().make(names().dtensor, piece, spec, py::arg("requires_grad") = false).cast<at::Tensor>();
+  }
+
+  /// Of what a hook has returned.
+  at::Tensor piece_given(const at::Tensor& gradient) const {
+    py::gil_scoped_acquire gil;
+    const py::object given = py::cast(gradient);
+    const py::object expected = py::getattr(parameter_.get(), "placements");
+    const py::object placements = py::getattr(given, "placements", py::none()); // a plain tensor has none
+    if (!placements.equal(expected)) {
+      throw Error(
+          "[gradient hook] expected a DTensor with the parameter's placements, " +
+          py::str(expected).cast<std::string>() + ", got one with " + py::str(placements).cast<std::string>() +
+          ": return what operations on the given gradient make, redistribute() it, or return nothing");
+    }
+    return local_of(given);
   }
 
   Held parameter_;

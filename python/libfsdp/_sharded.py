@@ -85,20 +85,22 @@ class OnTheWhole:
 
     def keep_hooks(self, original: nn.Parameter) -> None:
         """Those that were registered before it was sharded."""
-        if self.handle() is not original:
-            return
         if stepping := original._post_accumulate_grad_hooks:
             self.sharded().parameter._post_accumulate_grad_hooks = stepping
-        if hooks := original._backward_hooks:
+        hooks = original._backward_hooks
+        if self.handle() is original and hooks is not None:
             first = RemovableHandle(hooks)
             hooks[first.id] = self._expect_gradient
             hooks.move_to_end(first.id, last=False)
-            original._backward_hooks = hooks  # again, as the engine's have taken their place
+            original._backward_hooks = hooks  # again: they may not be in effect, and an empty dictionary never is
 
     def _expect_gradient(self, _gradient: torch.Tensor) -> None:
         """Users may have thawed it since its forward; and what stands in for the last gradient is none."""
         handle = self.handle()
-        _C.follow_requires_grad(handle)
+        if _C.belongs_to_unit(handle):
+            _C.follow_requires_grad(handle)
+        else:  # a subclass, whose parts do
+            torch.Tensor.requires_grad_(handle, self.sharded().parameter.requires_grad)
         if handle.requires_grad:
             handle.grad = None
 

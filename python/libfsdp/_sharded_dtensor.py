@@ -84,12 +84,20 @@ class DTensorSharded(Sharded):
         OnTheWhole(self).keep_hooks(original)
         self._note()
 
-    def _take_attributes(self, original: nn.Parameter) -> None:
-        """What users have set on it; a tensor subclass has its memory there."""
-        if not is_traceable_wrapper_subclass(original):
+    def _take_attributes(self, original: torch.Tensor) -> None:
+        """What users have set on it; other tensor subclasses have their memory there."""
+        if isinstance(original, DTensor) or not is_traceable_wrapper_subclass(original):
             for name, value in vars(original).items():
-                if not hasattr(self.parameter, name):
+                if name not in OnTheWhole.methods and not hasattr(self.parameter, name):
                     setattr(self.parameter, name, value)
+
+    def _follow_handle(self) -> None:
+        """PyTorch's ``to()`` puts another tensor behind a ``DTensor``, and leaves behind what users had set there."""
+        super()._follow_handle()
+        self._take_attributes(self.handle)
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if (present := getattr(self.parameter, hooks)) is not None:
+                setattr(self.parameter, hooks, present)
 
     def _local(self, shard: torch.Tensor, original: nn.Parameter) -> torch.Tensor:
         return shard

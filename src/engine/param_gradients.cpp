@@ -41,6 +41,11 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
   std::string name;
 };
 
+bool has_hooks_of_another_language(const at::Tensor& leaf) {
+  const auto* autograd = torch::autograd::impl::get_autograd_meta(leaf);
+  return autograd != nullptr && !autograd->hooks_.empty() && autograd->cpp_hooks_list_ == nullptr;
+}
+
 } // namespace
 
 at::Tensor Param::shard_gradient() const {
@@ -106,6 +111,9 @@ void Param::agree_on_requires_grad() {
 
 void Param::install_gradient_hooks(const at::Tensor& handle) {
   torch::autograd::impl::set_post_acc_grad_hooks(handle, std::make_unique<GradientHook>(this));
+  if (has_hooks_of_another_language(handle)) { // in whose place ours would be; the first of them does the same
+    return;
+  }
   handle.register_hook([this, unit = unit_.weak_from_this(), impl = handle.unsafeGetTensorImpl()](const at::Tensor&) {
     const auto alive = unit.lock();
     if (!alive) { // the tensor was given another storage, which `GradientHook` says

@@ -107,6 +107,19 @@ def test_frozen_and_trainable_in_turns():
 
 
 @on_ranks(2)
+def test_hooks_on_the_gradient_of_the_whole():
+    for kind in (Pair, HalfOnTheWire):
+        model, expected, seen = sharded(kind), sharded(kind), []
+        for step in range(3):
+            for each in (model, expected):
+                each(mine(rows(step, 8))).pow(2).sum().backward()
+            model[0].up.weight.register_hook(lambda gradient: seen.append(gradient.shape))
+        assert len(seen) == 3, kind
+        for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local())
+
+
+@on_ranks(2)
 def test_activation_checkpoints():
     for reentrant in (True, False):
         model, expected = sharded(Pair), sharded(Pair)

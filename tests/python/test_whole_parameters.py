@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 import libfsdp
 from harness import on_ranks
@@ -114,6 +114,51 @@ def test_hooks_of_registered_parameters_are_given_the_reduced_gradient():
         assert whole(parameter.grad).abs().max() <= 0.02 < 2 * whole(other.grad).abs().max()
     assert len(seen) == 2 * len(list(model.parameters()))
     assert sum(whole(gradient).abs().sum() for gradient in seen[: len(seen) // 2]) > 0
+
+
+@on_ranks(1, 2)
+def test_hooks_from_before_are_called_where_it_was_frozen_when_it_was_sharded():
+    for kept in (True, False):
+        model, seen = seeded(even), []
+        hook = model[0].weight.register_hook(seen.append)
+        if not kept:
+            hook.remove()
+        model[0].weight.requires_grad_(False)
+        shard_with(fully_shard, model)
+        loss_of(model, mine(rows(0, 4))).backward()
+        model[0].weight.requires_grad_()
+        model[0].weight.register_hook(seen.append)
+        loss_of(model, mine(rows(0, 4))).backward()
+        assert len(seen) == (2 if kept else 1)
+        assert model[0]._parameters["weight"].grad is not None
+
+
+@on_ranks(1, 2)
+def test_what_hooks_of_registered_parameters_return_is_checked():
+    model = shard_with(fully_shard, seeded(even))
+    for wrong in (lambda gradient: gradient.full_tensor(), lambda gradient: gradient.redistribute(placements=[Replicate()])):
+        hook = model[0]._parameters["weight"].register_hook(wrong)
+        with pytest.raises(libfsdp.Error, match=r"expected a DTensor with the parameter's placements, \(Shard\(dim=0\),\)"):
+            loss_of(model, mine(rows(0, 4))).backward()
+        hook.remove()
+        model.reset_iter_state()
+        model.zero_grad()
+    loss_of(model, mine(rows(0, 4))).backward()
+
+
+@on_ranks(1, 2)
+def test_hooks_and_attributes_stay_when_the_dtype_changes():
+    model, stepped, seen = seeded(even), [], []
+    model[0].weight.note = "kept"
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: stepped.append(parameter.grad.dtype))
+    shard_with(fully_shard, model)
+    model[0]._parameters["bias"].register_hook(lambda gradient: seen.append(gradient.dtype))
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        loss_of(model, mine(rows(0, 4)).to(dtype)).backward()
+        assert model[0]._parameters["weight"].note == "kept"
+        model.zero_grad()
+    assert stepped == seen == [torch.float64, torch.float32]
 
 
 @on_ranks(1, 2)
