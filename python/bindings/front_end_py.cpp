@@ -117,9 +117,11 @@ class DTensorShard : public ShownShard {
     const py::object expected = py::getattr(parameter_.get(), "placements");
     const py::object placements = py::getattr(given, "placements", py::none()); // a plain tensor has none
     if (!placements.equal(expected)) {
+      const std::string got =
+          placements.is_none() ? "a plain tensor" : "one with " + py::str(placements).cast<std::string>();
       throw Error(
           "[gradient hook] expected a DTensor with the parameter's placements, " +
-          py::str(expected).cast<std::string>() + ", got one with " + py::str(placements).cast<std::string>() +
+          py::str(expected).cast<std::string>() + ", got " + got +
           ": return what operations on the given gradient make, redistribute() it, or return nothing");
     }
     return local_of(given);
