@@ -256,7 +256,7 @@ void Param::let_look(bool looked_at) {
 
 void Param::show_copy(const at::Tensor& copy) {
   const bool as_gathered = copy.scalar_type() == gathered_ && copy.device() == unit_.device();
-  if (at::Tensor handle(handle_.lock()); !as_gathered && handle.defined() && !put_aside_.defined()) {
+  if (const at::Tensor handle = present_handle(); !as_gathered && handle.defined() && !put_aside_.defined()) {
     InternalScope scope;
     const KeptLeaf kept(handle);
     put_aside_ = handle.alias();
@@ -271,7 +271,7 @@ void Param::end_copy() {
     return;
   }
   InternalScope scope;
-  at::Tensor handle(handle_.lock());
+  const at::Tensor handle = present_handle();
   const bool is_ours = handle.defined() && !handle_was_replaced(handle);
   end_storages();
   handle_storages_ = std::exchange(put_aside_storages_, {});

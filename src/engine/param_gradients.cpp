@@ -94,7 +94,7 @@ void Param::give_shard_gradient(at::Tensor gradient) {
 }
 
 void Param::agree_on_requires_grad() {
-  at::Tensor handle(handle_.lock());
+  const at::Tensor handle = present_handle();
   if (const bool wish = handle.requires_grad(); wish != requires_grad_) {
     shown_ ? shown_->set_requires_grad(wish) : (void)shard_.set_requires_grad(wish);
   }
@@ -149,7 +149,7 @@ void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
   if (nested && expected_ > 0) {
     return;
   }
-  if (const at::Tensor handle(handle_.lock()); handle.defined() && graph.reaches(handle)) {
+  if (graph.reaches(present_handle())) {
     unit_.expect_gradients(expected_++ == 0);
   }
 }

@@ -87,7 +87,7 @@ void Param::give_memory(c10::Device device) {
 }
 
 void Param::values_change() {
-  if (const at::Tensor handle(handle_.lock()); handle.defined()) {
+  if (const at::Tensor handle = present_handle(); handle.defined()) {
     handle.unsafeGetTensorImpl()->bump_version();
   }
 }

@@ -29,7 +29,7 @@ class UnseenWrites {
 
   void begin(const Label& label);
   void end();
-  /// This rank has written: the phase is over for it.
+  /// The phase is over for this rank, which has written or waits for all; the time may go on.
   void leave();
   /// Around a gather: before the first look at others' memory.
   void before_gather();
