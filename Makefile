@@ -28,7 +28,7 @@ train: setup ## train a small GPT on this machine: RANKS=4 make train, ARGS="--h
 	@scripts/build.sh release train_gpt
 	@scripts/launch $(if $(RANKS),--ranks $(RANKS)) build/bin/train_gpt $(ARGS)
 
-test: build ## all tests
+test: build ## all tests; FSDP_ALL_COMBINATIONS=1 make test: no combination of options is left out
 	@scripts/test.sh release
 
 soak: build ## random trials with fresh seeds: MINUTES=30 make soak, SEED=17 for the same ones again

@@ -138,7 +138,8 @@ class GatherHooks:
     def after_gather(self, gathered: list[torch.Tensor]) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
         local = self._local()
         outputs = tuple(self._along_dim(tensor) for tensor in gathered)
-        dtype = self.policy.param_dtype or local.dtype
+        cast = self.policy.param_dtype if local.dtype.is_floating_point else None
+        dtype = cast or local.dtype
         made, _ = local.fsdp_post_all_gather(outputs, self.metadata, dtype)
         self.metadata, self.made_of = None, weakref.ref(local)
         if made.shape != self.size:  # without the padding

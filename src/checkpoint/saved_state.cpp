@@ -6,6 +6,7 @@
 #include "engine/param.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "engine/write_values.h"
 #include "state/named_tensors.h"
 
 namespace fsdp {
@@ -26,7 +27,7 @@ void copy_elements(const HeldTensor& from, const HeldTensor& to) {
     const engine::InternalScope scope;
     values = layout::taken_from(state::as_piece(from), state::as_piece(to));
   }
-  at::Tensor(to.local).copy_(values);
+  engine::write_values(to.local, values);
 }
 
 } // namespace fsdp

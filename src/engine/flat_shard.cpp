@@ -52,7 +52,10 @@ class PartOfFlat final : public ShownShard {
 
 } // namespace
 
-FlatShard::FlatShard(const FlatBucket& bucket) : bucket_(bucket), storage_(c10::intrusive_ptr<c10::StorageImpl>()) {
+FlatShard::FlatShard(const FlatBucket& bucket)
+    : bucket_(bucket),
+      together_(c10::intrusive_ptr<c10::StorageImpl>()),
+      storage_(c10::intrusive_ptr<c10::StorageImpl>()) {
   const at::Tensor& first = bucket.params().front()->shard();
   tensor_ = at::empty({0}, first.options().requires_grad(false));
   tensor_.set_requires_grad(first.requires_grad());
@@ -121,8 +124,8 @@ at::Tensor FlatShard::part_of(const Param& param, const at::Tensor& flat) const 
   return flat.as_strided(sizes, strides, flat.storage_offset() + begin * step);
 }
 
-at::Tensor FlatShard::put_gradients_together() const {
-  at::Tensor whole; // which they are views of, where they have been put together before
+at::Tensor FlatShard::put_gradients_together() {
+  at::Tensor whole;
   for (Param* param : bucket_.params()) {
     at::Tensor& gradient = param->gradient;
     const auto& cut = param->layout().cut();
@@ -131,9 +134,9 @@ at::Tensor FlatShard::put_gradients_together() const {
     }
     if (!whole.defined()) {
       const int64_t size[] = {cut.chunk * bucket_.shard_group().size()}, step[] = {1};
-      const bool is_view =
-          static_cast<int64_t>(gradient.storage().nbytes()) == size[0] * static_cast<int64_t>(gradient.itemsize());
+      const bool is_view = gradient.storage().unsafeGetStorageImpl() == together_._unsafe_get_target();
       whole = is_view ? gradient.as_strided(size, step, 0) : at::zeros(size, gradient.options());
+      together_ = whole.storage().getWeakStorageImpl();
     }
     if (!gradient.is_alias_of(whole)) {
       const auto view = whole.as_strided(param->layout().sizes(), param->layout().strides(), cut.before);

@@ -60,11 +60,12 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
 
  private:
   void clear_gaps(const at::Tensor& flat) const;
-  at::Tensor put_gradients_together() const;
+  at::Tensor put_gradients_together();
 
   const FlatBucket& bucket_;
   at::Tensor tensor_;
   WaitingGradient waiting_;
+  WeakStorage together_; // of which the parameters' gradients are views, once they have been put together
   WeakStorage storage_; // in which it lies; users may give it other data
   bool replaced_ = false; // and it has the keys already
 };

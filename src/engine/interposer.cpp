@@ -43,6 +43,7 @@ struct Call {
   const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
   TouchedUnits units;
   const Param* first_handle = nullptr;
+  const Param* first_number = nullptr; // of those handles that are computed with in `param_dtype`, if there is one
   const Param* written_shard = nullptr;
   struct Written {
     std::shared_ptr<Unit> unit; // stays whole until the operator has run
@@ -122,6 +123,9 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
   }
   if (call.first_handle == nullptr) {
     call.first_handle = &param;
+  }
+  if (call.first_number == nullptr && c10::isFloatingType(param.gathered_dtype())) {
+    call.first_number = &param;
   }
 }
 
@@ -229,9 +233,11 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
   }
 }
 
-bool is_in_use(const Unit& unit, Phase phase) {
+bool is_in_use(const Unit& unit, const Call& call) {
   const Runtime& runtime = unit.runtime();
-  return unit.is_in_use(phase) && (runtime.sees_all_writes() || !Runtime::trains(phase)) &&
+  const Phase phase = phase_of(unit, call);
+  const bool is_noted = runtime.sees_all_writes() && (call.in_backward || runtime.reads_are_noted());
+  return unit.is_in_use(phase) && (is_noted || !Runtime::trains(phase)) &&
          (phase == Phase::kForward || runtime.in_backward());
 }
 
@@ -245,9 +251,7 @@ void touch(Call& call) {
       call.name,
       call.first_handle->name(),
       call.written_shard->name());
-  if (std::all_of(call.units.begin(), call.units.end(), [&](const Unit* unit) {
-        return is_in_use(*unit, phase_of(*unit, call));
-      })) {
+  if (std::all_of(call.units.begin(), call.units.end(), [&](const Unit* unit) { return is_in_use(*unit, call); })) {
     return;
   }
   if (call.units.size() == 1) {
@@ -274,14 +278,14 @@ void touch(Call& call) {
 
 /// The dtype that activations have to have for this operator, if they are to be cast.
 std::optional<c10::ScalarType> dtype_to_cast_to(const Call& call, bool autocast) { // autocast casts what it wants to
-  if (!call.traits.dtypes_must_agree || call.first_handle == nullptr || autocast) {
+  if (!call.traits.dtypes_must_agree || call.first_number == nullptr || autocast) {
     return std::nullopt;
   }
-  const auto& precision = call.first_handle->unit().precision();
+  const auto& precision = call.first_number->unit().precision();
   if (!precision.cast_forward_inputs || !precision.param_dtype) {
     return std::nullopt;
   }
-  return call.first_handle->dtype_to_meet(*precision.param_dtype);
+  return call.first_number->dtype_to_meet(*precision.param_dtype);
 }
 
 c10::DispatchKeySet keys_below(c10::DispatchKey key, c10::DispatchKeySet keys) {

@@ -92,6 +92,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool sees_all_writes() const {
     return !unseen_writes_;
   }
+  /// Whether reads to train, outside of backwards, are noted already: one more tells nothing new.
+  bool reads_are_noted() const {
+    return step_.is_read && recorded_.until == Recorded::kOn;
+  }
   /// Whether a step is to begin, which only `begin_step` with certainty ends.
   bool awaits_step() const {
     return awaits_step_;

@@ -71,6 +71,11 @@ std::vector<at::Tensor> leaves_of(at::TensorList inputs) {
   return leaves;
 }
 
+// Shards and handles are memory: where it is to be seen otherwise, conjugated or negated, what is seen is worked out.
+at::Tensor as_it_is_seen(const at::TensorBase& data) {
+  return at::OptionalTensorRef(data)->resolve_conj().resolve_neg();
+}
+
 struct Registering {
   static inline thread_local bool now = false;
   const bool before = std::exchange(now, true);
@@ -84,6 +89,11 @@ class TensorMethods final : public ForwardingHooks {
   using ForwardingHooks::ForwardingHooks;
 
   void set_data(const at::TensorBase& self, const at::TensorBase& data) const override {
+    const bool is_ours = flat_shard_seen(self) != nullptr || param_seen(self) != nullptr;
+    if (is_ours && (data.is_conj() || data.is_neg())) {
+      set_data(self, as_it_is_seen(data));
+      return;
+    }
     if (FlatShard* flat = flat_shard_seen(self)) {
       const auto lock = flat->bucket().params().front()->unit().runtime().lock();
       ForwardingHooks::set_data(self, data);

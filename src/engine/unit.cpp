@@ -386,7 +386,11 @@ void Unit::check_materialized() const {
 }
 
 c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
-  const auto dtype = precision_.reduce_dtype.value_or(param.gathered_dtype());
+  const auto gathered = param.gathered_dtype();
+  if (c10::isComplexType(gathered)) { // which stays as it is, as where it is gathered
+    return gathered;
+  }
+  const auto dtype = precision_.reduce_dtype.value_or(gathered);
   return dtype == kShardDtype ? param.shard_dtype() : dtype;
 }
 
@@ -415,7 +419,7 @@ int64_t Unit::gradient_bytes() const {
 }
 
 void Unit::show_waiting_gradients() {
-  if (!policy.shows_waiting_gradients || policy.requires_gradient_sync) {
+  if (!policy.shows_waiting_gradients) {
     return;
   }
   for (auto& bucket : buckets_) {
@@ -448,14 +452,13 @@ void Unit::expect_gradients(const BackwardGraph& graph, bool nested) {
 }
 
 void Unit::end_backward() {
-  used_in_backward = gathered_in_backward = false;
+  used_in_backward = gathered_in_backward = reduced = false;
   prefetched = false;
 }
 
 void Unit::forget_uses() {
   end_backward();
   awaiting_ = 0;
-  reduced = false;
   for (auto& param : params_) {
     param->forget_uses();
   }

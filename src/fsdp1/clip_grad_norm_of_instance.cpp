@@ -31,7 +31,7 @@ at::Tensor FSDPInstance::clip_grad_norm_(double max_norm, double norm_type) cons
         "torch.float32",
         log::rank());
   }
-  return norm.to(dtype.value_or(c10::kFloat));
+  return norm.to(c10::toRealValueType(dtype.value_or(c10::kFloat)));
 }
 
 } // namespace fsdp

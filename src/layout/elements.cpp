@@ -26,7 +26,7 @@ bool is_whole(const PieceOfWhole& piece) {
 }
 
 at::Tensor flat(const PieceOfWhole& piece) {
-  return in_memory_order(piece).reshape({-1});
+  return in_memory_order(piece).reshape({-1}).contiguous(); // which a view of a single dimension need not be
 }
 
 at::Tensor whole_in_order_of(const PieceOfWhole& want, const PieceOfWhole& have) {

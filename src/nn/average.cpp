@@ -1,6 +1,7 @@
 #include <fsdp/average.h>
 
 #include <ATen/ops/cat.h>
+#include <ATen/ops/view_as_complex.h>
 #include <ATen/ops/view_as_real.h>
 #include <torch/nn/module.h>
 
@@ -10,6 +11,7 @@
 #include "engine/internal_scope.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
+#include "engine/write_values.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
 
@@ -25,7 +27,7 @@ struct Plain {
   void add(const at::Tensor& tensor) {
     const bool has_values = tensor.defined() && !tensor.is_meta() && tensor.numel() > 0;
     if (has_values && (tensor.is_floating_point() || tensor.is_complex())) {
-      plain.push_back(tensor.is_complex() ? at::view_as_real(tensor.detach()) : tensor.detach());
+      plain.push_back(tensor);
     }
   }
 };
@@ -56,13 +58,17 @@ Plain look_at(torch::nn::Module& module, const AverageOptions& options) {
   return found;
 }
 
+at::Tensor as_real(const at::Tensor& tensor) {
+  return tensor.is_complex() ? at::view_as_real(tensor.resolve_conj()) : tensor;
+}
+
 // In float64 what is, all else in float32.
 void average(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, const Mesh& mesh) {
   std::vector<at::Tensor> mine, flat;
   for (const auto& tensor : tensors) {
-    if ((tensor.scalar_type() == c10::kDouble) == (dtype == c10::kDouble)) {
+    if ((c10::toRealValueType(tensor.scalar_type()) == c10::kDouble) == (dtype == c10::kDouble)) {
       mine.push_back(tensor);
-      flat.push_back(tensor.flatten().to(mesh.device(), dtype));
+      flat.push_back(as_real(tensor).flatten().to(mesh.device(), dtype));
     }
   }
   if (flat.empty()) {
@@ -75,8 +81,11 @@ void average(const std::vector<at::Tensor>& tensors, c10::ScalarType dtype, cons
   }
   int64_t offset = 0;
   for (const auto& tensor : mine) {
-    tensor.copy_(all.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
-    offset += tensor.numel();
+    const int64_t numel = tensor.numel() * (tensor.is_complex() ? 2 : 1);
+    const at::Tensor values = all.narrow(0, offset, numel);
+    const at::Tensor numbers = tensor.is_complex() ? at::view_as_complex(values.clone().view({-1, 2})) : values;
+    engine::write_values(tensor, numbers.view(tensor.sizes()));
+    offset += numel;
   }
 }
 

@@ -85,10 +85,25 @@ void warn_of_other_names(const Group& group, const std::string& mine, const engi
       other.text);
 }
 
-// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters. Values
-// that differ are no error: a checkpoint may come next. Nor are the names in flat parameters, as in PyTorch.
-void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
-  Group& group = *spec.mesh.group(spec.mesh.ndim() - 1);
+// How its elements follow one another: said where that is not as usual.
+std::string order_of(const at::Tensor& tensor) {
+  std::ostringstream text;
+  const bool strided = tensor.layout() == c10::kStrided; // else it is refused
+  if (strided && !tensor.is_contiguous() && tensor.is_non_overlapping_and_dense()) {
+    text << ", in memory";
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+      text << " " << (tensor.size(dim) > 1 ? tensor.stride(dim) : 0);
+    }
+  }
+  return text.str();
+}
+
+/// What a rank says of a unit that it makes.
+struct Texts {
+  std::string layout, values, names;
+};
+
+Texts texts_of(const engine::UnitSpec& spec, bool syncs_values) {
   std::ostringstream mine;
   mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype)
        << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
@@ -98,15 +113,18 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   for (const auto& param : spec.params) {
     (spec.flat ? names : mine) << param.name << (spec.flat ? "\n" : " ");
     mine << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension " << param.placement.dim
-         << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
+         << order_of(param.tensor) << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
   }
-  const std::string values = syncs_values ? "" : digests_of_values(spec.params);
-  const Label label{"fully_shard", spec.name};
-  std::vector<std::string> texts{mine.str(), values};
+  return {mine.str(), syncs_values ? "" : digests_of_values(spec.params), names.str()};
+}
+
+// Values that differ are no error: a checkpoint may come next. Nor are the names in flat parameters, as in PyTorch.
+void check_same_in(Group& group, const engine::UnitSpec& spec, const Texts& mine) {
+  std::vector<std::string> texts{mine.layout, mine.values};
   if (spec.flat) {
-    texts.push_back(names.str());
+    texts.push_back(mine.names);
   }
-  const auto others = engine::find_other_texts(group, texts, label);
+  const auto others = engine::find_other_texts(group, texts, Label{"fully_shard", spec.name});
   const auto& other = others[0];
   FSDP_CHECK(
       !other,
@@ -114,19 +132,21 @@ void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
       "the same options",
       group.rank(),
       other->rank,
-      mine.str(),
+      mine.layout,
       other->text);
   if (others[1]) {
-    warn_of_other_values(group, spec.params, values, *others[1]);
+    warn_of_other_values(group, spec.params, mine.values, *others[1]);
   }
   if (spec.flat && others[2]) {
-    warn_of_other_names(group, names.str(), *others[2]);
+    warn_of_other_names(group, mine.names, *others[2]);
   }
-  if (spec.mesh.ndim() == 2 && !syncs_values) {
-    Group& replicas = *spec.mesh.group(0);
-    if (const auto differs = engine::find_other_text(replicas, values, label)) {
-      warn_of_other_values(replicas, spec.params, values, *differs);
-    }
+}
+
+// Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters.
+void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
+  const Texts mine = texts_of(spec, syncs_values);
+  for (int dim = spec.mesh.ndim() - 1; dim >= 0; --dim) {
+    check_same_in(*spec.mesh.group(dim), spec, mine);
   }
 }
 

@@ -176,8 +176,9 @@ class Norm {
       std::transform(gradients.begin(), gradients.end(), sums.begin(), optim::sum_of_squares);
       return at::tensor(sums, at::kDouble);
     }
-    // A maximum is the same in every dtype, and so found in the gradients' own.
-    const auto dtype = is_max() ? std::optional<at::ScalarType>() : at::kDouble;
+    // A maximum is the same in every dtype, and so found in the gradients' own; complex ones' norms are real.
+    const auto sum_dtype = gradients[0].is_complex() ? at::kComplexDouble : at::kDouble;
+    const auto dtype = is_max() ? std::optional<at::ScalarType>() : sum_dtype;
     const at::Tensor norms = at::stack(at::_foreach_norm(gradients, p_, dtype)).to(at::kDouble);
     return is_max() ? norms : norms.pow(p_);
   }
@@ -196,7 +197,7 @@ c10::Device device_of(const std::vector<Family>& families) {
 
 c10::ScalarType result_dtype(const std::vector<at::Tensor>& parameters) {
   for (const at::Tensor& param : parameters) {
-    if (param.scalar_type() == at::kDouble) {
+    if (c10::toRealValueType(param.scalar_type()) == at::kDouble) {
       return at::kDouble;
     }
   }

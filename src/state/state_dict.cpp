@@ -6,9 +6,7 @@
 #include <unordered_set>
 #include <utility>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/front_end.h>
@@ -18,6 +16,7 @@
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
+#include "engine/write_values.h"
 #include "state/comparison.h"
 #include "state/first_rank.h"
 #include "state/named_tensors.h"
@@ -70,11 +69,7 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 void write(const NamedTensor& entry, const at::Tensor& piece) {
-  const at::Tensor& to = entry.leaf();
-  if (at::has_internal_overlap(to) == at::MemOverlap::Yes) { // a buffer that was expanded
-    to.set_data(at::empty(to.sizes(), to.options()));
-  }
-  to.copy_(piece); // seen as every write
+  engine::write_values(entry.leaf(), piece); // seen as every write
 }
 
 void load(const NamedTensor& entry, const at::Tensor& value) {

@@ -105,7 +105,7 @@ TEST_P(Conformance, WritesAndReadsTakeTurns) {
       homes.push_back(group->make_home(pieces, {}, kTest));
     }
     std::mt19937 random(static_cast<unsigned>(group->rank()));
-    for (int64_t generation = 0; generation < 60; ++generation) {
+    for (int64_t generation = 0; generation < 25; ++generation) {
       for (size_t h = 0; h < homes.size(); ++h) {
         nap(random, 200);
         fill_slices(*group, *homes[h], pieces, 100 * generation + static_cast<int64_t>(h));
@@ -356,6 +356,9 @@ TEST_P(Conformance, AllReduceCombinesAllRanks) {
   run([&](const GroupPointer& group) {
     for (const int64_t numel : {0, 1, 3, 100, 5000, 300'001, 800'000}) {
       for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong, at::kComplexFloat}) {
+        if (numel == 800'000 && dtype != at::kFloat) {
+          continue;
+        }
         const bool half = dtype == at::kHalf || dtype == at::kBFloat16; // which no backend on the host combines
         const bool simple = !GetParam().sums_in_rank_order && !half;
         std::vector<at::Tensor> of_ranks;

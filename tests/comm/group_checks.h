@@ -220,16 +220,22 @@ inline Reduced start_reduce_of_cuts(
   ReduceScatter args;
   args.cuts = cuts;
   args.divide_by = what.divide_by;
-  for (size_t i = 0; i < cuts.size(); ++i) {
-    const int64_t begin = cuts[i].begin(group.rank()), length = cuts[i].length(group.rank());
-    std::vector<at::Tensor> of_ranks;
-    for (int r = 0; r < group.size(); ++r) {
-      of_ranks.push_back(
-          numbers(cuts[i].numel, what.dtype, what.seed * 1000 + static_cast<int64_t>(i) * 16 + r, what.simple));
-    }
-    args.wholes.push_back(of_ranks[static_cast<size_t>(group.rank())]);
+  int64_t numel = 0;
+  for (const Cut& cut : cuts) {
+    numel += cut.numel;
+  }
+  std::vector<at::Tensor> of_ranks;
+  for (int r = 0; r < group.size(); ++r) {
+    of_ranks.push_back(numbers(numel, what.dtype, what.seed * 1000 + r, what.simple));
+  }
+  const at::Tensor mine = of_ranks[static_cast<size_t>(group.rank())], sum = rank_ordered(of_ranks, what.divide_by);
+  int64_t offset = 0;
+  for (const Cut& cut : cuts) {
+    const int64_t begin = offset + cut.begin(group.rank()), length = cut.length(group.rank());
+    args.wholes.push_back(mine.narrow(0, offset, cut.numel).clone());
     args.slices.push_back(at::full({length}, 77, what.dtype));
-    reduced.expected.push_back(rank_ordered(of_ranks, what.divide_by).narrow(0, begin, length));
+    reduced.expected.push_back(sum.narrow(0, begin, length));
+    offset += cut.numel;
   }
   reduced.slices = args.slices;
   reduced.work = group.reduce_scatter(std::move(args), label);

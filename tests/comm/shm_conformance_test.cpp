@@ -1,6 +1,7 @@
 #include "comm/conformance.h"
 #include "comm/custom_group.h"
 #include "comm/shm_backends.h"
+#include "support/selected.h"
 
 namespace fsdp::testing {
 namespace {
@@ -35,7 +36,7 @@ Backend decorated(const std::string& name, int ranks, Decorate decorate) {
 
 std::vector<Backend> decorated_backends() {
   std::vector<Backend> backends;
-  for (const int ranks : {2, 3, 4}) {
+  for (const int ranks : wants_all_combinations() ? std::vector{2, 3, 4} : std::vector{3}) {
     backends.push_back(
         decorated("AllGather", ranks, [](const GroupPointer& group) { return with_all_gather(group, &all_gather); }));
     backends.push_back(decorated("ReduceScatter", ranks, [](const GroupPointer& group) {
@@ -59,10 +60,17 @@ TEST_P(ShmProcesses, Conform) {
   run_tests_on_processes(GetParam(), "Shm/Conformance.*", {.timeout = std::chrono::minutes(8)});
 }
 
-TEST_P(ShmProcesses, ConformWithoutArena) {
+INSTANTIATE_TEST_SUITE_P(Ranks, ShmProcesses, ::testing::Values(1, 2, 3, 4));
+
+class ShmProcessesWithoutArena : public ::testing::TestWithParam<int> {};
+
+TEST_P(ShmProcessesWithoutArena, Conform) {
   run_tests_on_processes(GetParam(), "Shm/Conformance.*", kWithoutArena);
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, ShmProcesses, ::testing::Values(1, 2, 3, 4));
+INSTANTIATE_TEST_SUITE_P(
+    Ranks,
+    ShmProcessesWithoutArena,
+    ::testing::ValuesIn(wants_all_combinations() ? std::vector{1, 2, 3, 4} : std::vector{2, 3}));
 
 } // namespace fsdp::testing

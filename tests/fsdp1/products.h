@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "fsdp1/train.h"
+#include "support/selected.h"
 
 /// FullyShardedDataParallel's options, in every product.
 namespace fsdp::testing::products {
@@ -84,13 +85,19 @@ inline std::vector<Choice> choices_for(const Product& product) {
   return all;
 }
 
-/// Every second one: all combinations of the switches, though not each with every prefetching.
-inline std::vector<Choice> half_of(std::vector<Choice> choices) {
-  std::erase_if(choices, [](const Choice& c) {
-    const int switched_on = c.offload + c.original + c.bf16 + c.low_reduction + c.accumulates;
-    return ((c.prefetch ? static_cast<int>(*c.prefetch) : 2) + switched_on) % 2 != 0;
+/// With the strategy, those in which any three options meet in every way.
+inline std::vector<std::pair<Product, Choice>> some_of(const std::vector<Product>& products) {
+  std::vector<std::pair<Product, Choice>> all;
+  for (const Product& product : products) {
+    for (const Choice& choice : choices_for(product)) {
+      all.emplace_back(product, choice);
+    }
+  }
+  return selected(all, /*together=*/3, [](const auto& each) -> std::vector<int> {
+    const auto& [product, c] = each;
+    const int strategy = static_cast<int>(product.strategy), prefetch = c.prefetch ? static_cast<int>(*c.prefetch) : 2;
+    return {strategy, prefetch, c.offload, c.original, c.bf16, c.low_reduction, c.accumulates};
   });
-  return choices;
 }
 
 inline Mesh mesh_of(c10::DeviceType type) {

@@ -1,4 +1,4 @@
-// FullyShardedDataParallel in every product of its options, and every kind of model, beside unsharded training.
+// FullyShardedDataParallel in products of its options, and every kind of model, beside unsharded training.
 
 #include "fsdp1/products.h"
 
@@ -9,12 +9,12 @@ class Products : public ::testing::TestWithParam<Product> {};
 
 TEST_P(Products, TrainAsUnsharded) {
   References references(arrangement_of(GetParam()));
-  for (const Choice& choice : choices_for(GetParam())) {
+  for (const auto& [product, choice] : some_of({GetParam()})) {
     SCOPED_TRACE(choice.str());
     const auto [trial, reference] = references.of(choice);
-    on_threads(GetParam().ranks, [&, &trial = trial, &reference = reference] {
-      auto options = options_for(GetParam(), choice);
-      if (is_hybrid(GetParam().strategy)) {
+    on_threads(GetParam().ranks, [&, &product = product, &choice = choice, &trial = trial, &reference = reference] {
+      auto options = options_for(product, choice);
+      if (is_hybrid(product.strategy)) {
         options.device_mesh = mesh_of(c10::kCPU);
       }
       train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
@@ -35,20 +35,18 @@ TEST_P(ProductsOverGloo, TrainAsUnsharded) {
   const auto train_all = [] {
     init({.backend = "gloo", .device = "cpu"});
     const std::optional<Mesh> mesh = GetParam() == 4 ? std::optional(mesh_of(c10::kCPU)) : std::nullopt;
-    for (const Product& product : all()) {
-      if (product.ranks != GetParam()) {
-        continue;
+    auto products = all();
+    std::erase_if(products, [](const Product& product) { return product.ranks != GetParam(); });
+    std::map<Strategy, References> references;
+    for (const auto& [product, choice] : some_of(products)) {
+      SCOPED_TRACE(name_of(product) + ": " + choice.str());
+      References& known = references.try_emplace(product.strategy, arrangement_of(product)).first->second;
+      const auto [trial, reference] = known.of(choice);
+      auto options = options_for(product, choice);
+      if (is_hybrid(product.strategy)) {
+        options.device_mesh = mesh;
       }
-      References references(arrangement_of(product));
-      for (const Choice& choice : half_of(choices_for(product))) {
-        SCOPED_TRACE(name_of(product) + ": " + choice.str());
-        const auto [trial, reference] = references.of(choice);
-        auto options = options_for(product, choice);
-        if (is_hybrid(product.strategy)) {
-          options.device_mesh = mesh;
-        }
-        train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
-      }
+      train_wrapped(trial, reference, [&](Subject& subject) { return wrap_parts(subject, options); });
     }
     shutdown();
   };

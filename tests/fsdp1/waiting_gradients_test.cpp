@@ -137,6 +137,25 @@ INSTANTIATE_TEST_SUITE_P(
             Kind{ShardingStrategy::kNoShard, true}),
         ::testing::Values(1, 2, 3, 4)));
 
+// A penalty's first gradients are for a backward that is to come.
+TEST_P(WaitingGradients, MayBeDroppedAfterAGradientOfTheInput) {
+  run([](Waiting& waiting, bool original) {
+    for (const bool dropped : {true, false}) {
+      waiting.model->zero_grad();
+      waiting.backward_in_no_sync(0);
+      const auto x = batch(rank(), 1).requires_grad_();
+      const auto out = waiting.model(x).sum();
+      torch::autograd::grad({out}, {x}, {}, /*retain_graph=*/true);
+      expect_gradients(waiting.shown(), gradients_of_rank(rank(), {0}), original);
+      if (dropped) {
+        waiting.model->zero_grad();
+      }
+      out.backward();
+      expect_gradients(waiting.reduced(), means(dropped ? std::vector{1} : std::vector{0, 1}), original);
+    }
+  });
+}
+
 TEST_P(WaitingGradients, AreShownWholeAndOfThisRankAlone) {
   run([](Waiting& waiting, bool original) {
     for (const auto& numbers : {std::vector{0}, std::vector{0, 1}}) {
@@ -272,6 +291,35 @@ TEST_P(WaitingGradients, OfUnitsThatTheNextBackwardDoesNotReachAreReducedToo) {
         EXPECT_TRUE(torch::allclose(first_weight, means({1})[0].flatten(), 1e-6));
       },
       {.auto_wrap_policy = ModuleWrapPolicy::of<nn::Linear>()});
+}
+
+struct GateImpl : nn::Module {
+  GateImpl()
+      : first(register_parameter("first", torch::ones({4, 4}))),
+        other(register_parameter("other", torch::ones({4, 4}))) {}
+  at::Tensor forward(const at::Tensor& x, const at::Tensor& extra) {
+    return x.matmul(torch::cat({first, extra}).t()).sum() + 3 * x.matmul(other.t()).sum();
+  }
+  at::Tensor first, other;
+};
+TORCH_MODULE(Gate);
+
+// Of what was put together, autograd gives views of one gradient: as much memory as the flat parameter's has.
+TEST(WaitingGradientsOfFlatParameters, LeaveOthersAlone) {
+  on_threads(2, [] {
+    Gate gate;
+    const auto instance = fsdp::detail::wrap_module(*gate, {});
+    const auto extra = torch::ones({4, 4}).requires_grad_(), x = torch::ones({1, 4});
+    {
+      const auto guard = instance.no_sync();
+      gate->forward(x, extra).backward();
+    }
+    EXPECT_TRUE(extra.grad().equal(torch::ones({4, 4})));
+    gate->forward(x, extra).backward();
+    const auto gradient = sharded(gate->parameters()[0]).full_grad();
+    EXPECT_TRUE(gradient.narrow(0, 0, 16).equal(torch::full({16}, 2.0)));
+    EXPECT_TRUE(gradient.narrow(0, 16, 16).equal(torch::full({16}, 6.0)));
+  });
 }
 
 TEST(WaitingGradientsOfFullyShard, AreNotShown) {

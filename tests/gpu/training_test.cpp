@@ -39,13 +39,11 @@ TEST_P(RanksOnGpus, TrainInEveryCombination) {
         continue;
       }
       SCOPED_TRACE(combinations::name_of(combination));
-      Trial trial = combinations::trial_of(combination);
+      Trial trial = combinations::trial_of(combination, GetParam());
       trial.steps = 2;
       const auto& reference = combinations::reference_of(combination, GetParam(), trial.steps);
       if (mesh) {
         trial.options.mesh = *mesh;
-      } else if (combination.reshard == combinations::Reshard::kFewer) {
-        trial.options.reshard_after_forward = 1;
       }
       train_sharded(trial, reference);
       if (::testing::Test::HasFailure()) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <sstream>
@@ -9,6 +10,7 @@
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "support/selected.h"
 
 /// Every combination of the options.
 namespace fsdp::testing::combinations {
@@ -53,14 +55,12 @@ inline std::vector<Combination> all() {
   return all;
 }
 
-/// Every second one: whichever option is left out of account, the others come in all their combinations.
-inline std::vector<Combination> half() {
-  std::vector<Combination> half = all();
-  std::erase_if(half, [](const Combination& c) {
-    const int switched_on = c.bf16 + c.offload + c.hybrid + c.checkpointed + c.frozen;
-    return (static_cast<int>(c.reshard) + static_cast<int>(c.accumulate) + switched_on) % 2 != 0;
+/// Those in which so many options meet in every way.
+inline std::vector<Combination> some(const std::vector<Combination>& of, int together) {
+  return selected(of, together, [](const Combination& c) -> std::vector<int> {
+    const int reshard = static_cast<int>(c.reshard), accumulate = static_cast<int>(c.accumulate);
+    return {reshard, accumulate, c.bf16, c.offload, c.hybrid, c.checkpointed, c.frozen};
   });
-  return half;
 }
 
 inline Subject make_subject(const Combination& combination) {
@@ -75,10 +75,14 @@ inline Subject make_subject(const Combination& combination) {
   return subject;
 }
 
-inline FullyShardOptions options_of(const Combination& combination) {
+inline Arrangement arrangement_of(const Combination& combination, int ranks) {
+  return combination.hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{.shards = ranks};
+}
+
+inline FullyShardOptions options_of(const Combination& combination, int ranks) {
   FullyShardOptions options;
   if (combination.reshard == Reshard::kFewer) {
-    options.reshard_after_forward = combination.hybrid ? 1 : 2; // of two, or of four
+    options.reshard_after_forward = std::max(1, arrangement_of(combination, ranks).shards / 2);
   } else {
     options.reshard_after_forward = combination.reshard == Reshard::kTrue;
   }
@@ -91,16 +95,12 @@ inline FullyShardOptions options_of(const Combination& combination) {
   return options;
 }
 
-inline Trial trial_of(const Combination& combination) {
+inline Trial trial_of(const Combination& combination, int ranks) {
   return {
       .make = [combination] { return make_subject(combination); },
-      .options = options_of(combination),
+      .options = options_of(combination, ranks),
       .accumulate = combination.accumulate,
       .steps = 3};
-}
-
-inline Arrangement arrangement_of(const Combination& combination, int ranks) {
-  return combination.hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{.shards = ranks};
 }
 
 /// Of unsharded training, which knows of no resharding, and has the same bits with checkpoints and without: many
@@ -118,7 +118,7 @@ inline const Reference& reference_of(Combination combination, int ranks, int ste
       steps);
   auto found = references.find(key);
   if (found == references.end()) {
-    Trial trial = trial_of(combination);
+    Trial trial = trial_of(combination, ranks);
     trial.steps = steps;
     found = references.emplace(key, train_unsharded(trial, arrangement_of(combination, ranks))).first;
   }

@@ -203,10 +203,12 @@ void expect_averages(const FullyShardOptions& options) {
   Net model;
   model->head->to(torch::kDouble);
   model->register_parameter("half", torch::ones({3}).to(torch::kBFloat16));
+  model->register_parameter("complex", torch::ones({3}, torch::kComplexFloat));
   model->register_parameter("frozen", torch::full({2}, 1.0 + rank()), /*requires_grad=*/false);
   model->register_buffer("later", torch::empty({2}, torch::kMeta));
+  const auto expanded = model->register_buffer("expanded", torch::full({1}, 1.0 + rank()).expand({3}));
   auto ignored = model->head->parameters();
-  for (const char* name : {"half", "frozen"}) {
+  for (const char* name : {"half", "complex", "frozen"}) {
     ignored.push_back(model->named_parameters()[name]);
   }
   FullyShardOptions mine = options;
@@ -228,6 +230,7 @@ void expect_averages(const FullyShardOptions& options) {
     }
     EXPECT_TRUE(ignored.back().eq(1 + rank()).all().item<bool>()) << "frozen";
     EXPECT_TRUE(model->norm->running_mean.eq(buffers ? mean : 1 + rank()).all().item<bool>());
+    EXPECT_TRUE(expanded.equal(torch::full({3}, buffers ? mean : 1.0 + rank())));
     EXPECT_EQ(model->norm->num_batches_tracked.item<int64_t>(), 0);
   }
 }

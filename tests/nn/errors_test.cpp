@@ -197,6 +197,26 @@ TEST(Errors, DifferentModelsOnDifferentRanks) {
       {"shard differently", "Build the same model on every rank"});
 }
 
+// Their elements would be taken for one another's, where one rank has read its weights from a file, say.
+TEST(Errors, ModelsThatLieOtherwiseInMemory) {
+  for (const bool replicated : {false, true}) {
+    expect_error(
+        2,
+        [replicated] {
+          nn::Conv2d model(2, 4, 3);
+          if (rank() == 0) {
+            model->weight.set_data(model->weight.contiguous(at::MemoryFormat::ChannelsLast));
+          }
+          FullyShardOptions options{.sync_module_states = true};
+          if (replicated) {
+            options.mesh = init_device_mesh("cpu", {2, 1}, {"replicate", "shard"});
+          }
+          fully_shard(*model, options);
+        },
+        {"shard differently", "in memory 18 1 6 2"});
+  }
+}
+
 // A model of thousands of parameters on thousands of ranks is compared by what fits into a packet.
 TEST(Errors, ModelsThatAreTheSameAreNotSent) {
   thread_group(3, [] {

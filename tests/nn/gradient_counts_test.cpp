@@ -253,26 +253,63 @@ TEST(GradientPenalties, ReduceNothingBeforeTheirBackward) {
   });
 }
 
-// Frozen layers lead to the input, and the trainable one was used by the batch before.
-TEST(GradientCountsOfAdapters, WhatWaitsGoesWithABackwardThatBringsNoGradient) {
+// The first backward reduces zeros for what nobody has used; what the second brings comes besides.
+TEST(GradientCountsOfKeptGraphs, EachBackwardReducesWhatItBrings) {
   on_threads(2, [] {
+    const auto layer = [] { return nn::Linear(nn::LinearOptions(4, 4).bias(false)); };
+    auto trunk = layer(), expert = layer();
+    trunk->weight.requires_grad_(false);
+    nn::Sequential model(trunk, expert);
+    fully_shard(*trunk);
+    fully_shard(*expert);
+    auto root = fully_shard(*model);
+    root.set_reduce_scatter_unused_params(true);
+    for (int step = 0; step < 2; ++step) {
+      model->zero_grad();
+      const auto prompt = torch::ones({1, 4}).requires_grad_();
+      const auto hidden = trunk->forward(prompt);
+      hidden.sum().backward({}, /*retain_graph=*/true);
+      const auto out = rank() == 0 ? expert->forward(hidden) : hidden; // without tokens on the other
+      out.sum().backward();
+      const auto gradient = sharded(expert->parameters()[0]).full_grad();
+      const auto of_first = hidden.detach().expand({4, 4}) / 2;
+      EXPECT_TRUE(torch::allclose(gradient, of_first));
+    }
+  });
+}
+
+class GradientCountsOfAdapters : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(
+    AfterBackward, GradientCountsOfAdapters, ::testing::Bool(), [](const auto& resharded) -> std::string {
+      return resharded.param ? "Sharded" : "Whole";
+    });
+
+// Frozen layers lead to the input, and the trainable one was used by the batch before: on the first rank it is again.
+TEST_P(GradientCountsOfAdapters, WhatWaitsGoesWithABackwardThatBringsNoGradient) {
+  on_threads(2, [resharded = GetParam()] {
     nn::Linear adapter(4, 4), trunk(4, 4);
     for (auto& parameter : trunk->parameters()) {
       parameter.requires_grad_(false);
     }
     nn::Sequential model(adapter, trunk);
     auto root = fully_shard(*model);
-    for (int step = 0; step < 2; ++step) {
+    root.set_reshard_after_backward(resharded);
+    for (int step = 0; step < 4; ++step) {
+      const bool one_brings_some = step % 2 == 1;
       model->zero_grad();
       root.set_requires_gradient_sync(false);
       trunk->forward(adapter->forward(torch::ones({1, 4}))).sum().backward();
       root.set_requires_gradient_sync(true);
       auto x = torch::ones({1, 4}).requires_grad_();
-      trunk->forward(x).sum().backward();
+      const bool brings_some = one_brings_some && rank() == 0;
+      trunk->forward(brings_some ? adapter->forward(x) : x).sum().backward();
       EXPECT_TRUE(x.grad().defined());
       for (const auto& shard : adapter->parameters()) {
         EXPECT_TRUE(shard.grad().defined());
       }
+      const auto of_a_row = sharded(trunk->parameters()[0]).full_tensor().sum(0);
+      const auto bias = sharded(adapter->parameters()[1]).full_grad();
+      EXPECT_TRUE(torch::allclose(bias, of_a_row * (one_brings_some ? 1.5 : 1.0)));
     }
   });
 }

@@ -59,6 +59,34 @@ TEST_P(Handles, AWriteOutsideAStepReachesTheShards) {
   });
 }
 
+// Shards are memory, in which nothing says that it is to be seen as a conjugate.
+TEST_P(Handles, ConjugatesThatTheyAreGivenAreValues) {
+  on_threads(GetParam(), [] {
+    struct Model : nn::Module {
+      Model()
+          : weight(register_parameter("weight", torch::complex(torch::ones({3, 2}), torch::full({3, 2}, 2.0)))),
+            real(register_parameter("real", torch::ones({4}))) {}
+      at::Tensor weight, real;
+    } model;
+    fully_shard(model);
+    const auto now = [&] { return sharded(model.parameters()[0]).full_tensor(); };
+    const auto expected = [](double imaginary) {
+      return torch::complex(torch::ones({3, 2}), torch::full({3, 2}, imaginary));
+    };
+    model.parameters()[0].set_data(model.parameters()[0].detach().conj()); // a view of the shard itself
+    EXPECT_TRUE(now().equal(expected(-2)));
+    EXPECT_TRUE((model.weight * 1).equal(expected(-2)));
+    model.parameters()[0].set_data((model.parameters()[0].detach() * 2).conj());
+    EXPECT_TRUE(now().equal(expected(2) * 2));
+    model.weight.set_data(model.weight.detach().conj());
+    EXPECT_TRUE(now().equal(expected(-2) * 2));
+    EXPECT_TRUE((model.weight * 1).equal(expected(-2) * 2));
+    const auto shard = model.parameters()[1].detach();
+    model.parameters()[1].set_data(torch::imag(torch::complex(torch::zeros_like(shard), shard).conj()));
+    EXPECT_TRUE(sharded(model.parameters()[1]).full_tensor().equal(-torch::ones({4})));
+  });
+}
+
 TEST_P(Handles, ApplyInitializesAShardedModel) {
   on_threads(GetParam(), [] {
     nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));

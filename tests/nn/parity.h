@@ -44,7 +44,7 @@ struct Trial {
   MakeSubject make;
   FullyShardOptions options = {};
   Accumulate accumulate = Accumulate::kNone;
-  int steps = 10;
+  int steps = 4;
   bool shard_parts = true;
   bool from_meta = false; ///< sharded without values, which it gets afterwards
   bool deferred = false; ///< sharded before its parameters have memory

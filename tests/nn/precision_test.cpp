@@ -46,6 +46,67 @@ TEST(Precision, HalfComputesAndFloatReduces) {
   expect_parity_hybrid(trial, {.shards = 2, .replicas = 2});
 }
 
+struct SpectralImpl : nn::Module {
+  SpectralImpl()
+      : mixed(register_parameter("mixed", torch::randn({5, 4}, torch::kComplexFloat))),
+        out(register_module("out", nn::Linear(4, 2))) {}
+  at::Tensor forward(const at::Tensor& x) {
+    const auto y = torch::view_as_real(torch::complex(x, x * x).matmul(mixed)).sum(-1);
+    return out(y.to(out->weight.scalar_type())).to(torch::kFloat).pow(2).mean();
+  }
+  at::Tensor mixed;
+  nn::Linear out = nullptr;
+};
+TORCH_MODULE(Spectral);
+
+// What it meets is not cast either: there is no dtype that it is computed with in.
+TEST(Precision, WhatMeetsAComplexParameterStaysAsItIs) {
+  on_threads(2, [] {
+    Spectral model;
+    fully_shard(*model, {.mp_policy = {.param_dtype = torch::kBFloat16}});
+    const auto y = torch::ones({3, 5}).matmul(torch::real(model->mixed));
+    EXPECT_EQ(y.scalar_type(), torch::kFloat);
+    y.sum().backward();
+    const auto gradient = sharded(model->parameters(/*recurse=*/false)[0]).full_grad();
+    EXPECT_TRUE(torch::real(gradient).equal(torch::full({5, 4}, 3.0)));
+    EXPECT_EQ(model->out->forward(torch::ones({3, 4})).scalar_type(), torch::kBFloat16);
+  });
+}
+
+// Of a complex parameter a policy changes nothing: in a real dtype its gradient would be half of what it is.
+TEST(Precision, ComplexParametersStayAsTheyAre) {
+  for (const auto& policy : std::vector<MixedPrecisionPolicy>{
+           {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat},
+           {.reduce_dtype = torch::kFloat},
+           {.reduce_dtype = torch::kDouble},
+           {.reduce_dtype = kShardDtype}}) {
+    for (const int ranks : {1, 2, 3}) {
+      on_threads(ranks, [&] {
+        const auto make = [] {
+          static std::mutex mutex;
+          const std::lock_guard lock(mutex);
+          torch::manual_seed(3);
+          return Spectral();
+        };
+        Spectral model = make(), plain = make();
+        if (policy.param_dtype) {
+          plain->out->to(*policy.param_dtype);
+        }
+        auto root = fully_shard(*model, {.mp_policy = policy});
+        for (const bool last : {false, true}) {
+          const auto x = torch::arange(15, torch::kFloat).view({3, 5}) / 8;
+          root.set_requires_gradient_sync(last);
+          model->forward(x).backward();
+          plain->forward(x).backward();
+        }
+        const auto gradient = sharded(model->parameters(/*recurse=*/false)[0]).full_grad();
+        EXPECT_GT(torch::imag(gradient).abs().min().item<float>(), 0);
+        EXPECT_TRUE(torch::allclose(gradient, plain->mixed.grad(), 1e-2));
+      });
+    }
+  }
+}
+
 /// The gradient after micro-batches whose own are `first`, 1 and 1, of a parameter that is computed with in bfloat16.
 double accumulated(c10::ScalarType dtype, double first) {
   nn::Linear model(nn::LinearOptions(1, 1).bias(false));

@@ -70,6 +70,21 @@ TEST(ClipGradNorm, DtypesMayBeMixed) {
   EXPECT_NEAR(params[2].grad()[0].item<double>(), 1.0, 1e-6);
 }
 
+TEST(ClipGradNorm, ComplexGradientsCountByTheirLengths) {
+  for (const auto dtype : {torch::kFloat, torch::kDouble}) {
+    for (const double norm_type : {1.0, 2.0, 3.5, kInfinity}) {
+      const Tensor complex = torch::complex(noise({5, 3}, 1), noise({5, 3}, 2)).to(c10::toComplexType(dtype));
+      const std::vector<Tensor> params{with_grad(complex), with_grad(noise({7}, 3))};
+      const std::vector<Tensor> lengths{with_grad(complex.abs()), with_grad(noise({7}, 3))};
+      const Tensor norm = clip_grad_norm_(params, 0.7, {.norm_type = norm_type});
+      const double expected = clip_grad_norm_(lengths, 0.7, {.norm_type = norm_type}).item<double>();
+      EXPECT_EQ(norm.scalar_type(), dtype);
+      EXPECT_NEAR(norm.item<double>(), expected, 1e-5 * expected);
+      EXPECT_TRUE(torch::allclose(params[0].grad(), complex * (0.7 / expected), 1e-4));
+    }
+  }
+}
+
 // In bfloat16 the sum of squares would stop at 256, and the norm itself would be rounded to 3 digits.
 TEST(ClipGradNorm, HalfTypesAreSummedInMorePrecision) {
   const auto norm = clip_grad_norm_(std::vector<Tensor>{with_grad(torch::ones({1001}, torch::kBFloat16))}, 1e6);

@@ -79,6 +79,33 @@ def test_a_step_between_forward_and_backward_is_an_error(sharded):
         loss.backward()
 
 
+class WithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = linears(2)
+        self.head.requires_grad_(False)
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+@pytest.mark.parametrize("stays_whole", [False, True])
+@on_ranks(1, 2)
+def test_what_waits_goes_with_a_backward_that_begins_outside_of_all_calls(stays_whole):
+    """It leads to the input only, through a weight that is whole already or is gathered for it."""
+    model = fully_shard(seeded(WithHead))
+    model.set_reshard_after_backward(not stays_whole)
+    for _ in range(2):
+        model.zero_grad()
+        model.set_requires_gradient_sync(False)
+        model(torch.ones(1, WIDTH)).sum().backward()
+        model.set_requires_gradient_sync(True)
+        hidden = torch.ones(1, WIDTH, requires_grad=True)
+        nn.functional.linear(hidden, model.head.weight).sum().backward()
+        assert hidden.grad is not None
+        assert all(parameter.grad is not None for parameter in model.body.parameters())
+
+
 class Conjugating(nn.Module):
     """Autograd gives its weights' gradients as conjugates, or negatives, of what lies in memory."""
 

@@ -96,6 +96,20 @@ def test_a_checkpoint_is_written_while_training_goes_on(folder=None):
 
 
 @on_ranks(2, comm=("shm",))
+def test_buffers_that_were_expanded_are_loaded(folder=None):
+    def made(value):
+        model = nn.Linear(3, 3)
+        model.register_buffer("scale", torch.full((1,), value).expand(4))
+        return fully_shard(model)
+
+    first, second = made(2.0), made(5.0)
+    first_optimizer, second_optimizer = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (first, second))
+    libfsdp.save(folder, first, first_optimizer, step=1)
+    libfsdp.load(folder, second, second_optimizer)
+    assert torch.equal(second.scale, torch.full((4,), 2.0))
+
+
+@on_ranks(2, comm=("shm",))
 def test_the_state_of_every_optimizer_goes_on(folder=None):
     for form in ("fully_shard", "flat"):
         for kind, options in OPTIMIZERS.items():

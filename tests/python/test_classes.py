@@ -45,7 +45,7 @@ def test_wrong_arguments():
         with pytest.raises(ValueError, match="expects modules"):
             fully_shard(wrong)
     with pytest.raises(ValueError, match="fully_shard first, then torch.compile"):
-        fully_shard(torch.compile(nn.Linear(2, 2)))
+        fully_shard(torch.compile(nn.Linear(2, 2), backend="eager"))
     scalar = nn.Linear(2, 2)
     scalar.scale = nn.Parameter(torch.tensor(1.0))
     with pytest.raises(ValueError, match="scale.*1D tensor with numel equal to 1"):

@@ -279,22 +279,24 @@ def recomputed(blocks, kind):
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
 
 
+@pytest.mark.meet(2)
+@pytest.mark.parametrize("reshard", [True, False, 1])
+@pytest.mark.parametrize("kind", ["none", "composable", "wrapper", "function"])
 @pytest.mark.parametrize("grouping", ["blocks", "lists", "tied"])
 @on_ranks(2, comm=("shm",))
-def test_groupings_with_recomputation(grouping):
+def test_groupings_with_recomputation(grouping, kind, reshard):
     make = lambda: Language(tied=grouping == "tied")  # noqa: E731
-    for kind, reshard in itertools.product(("none", "composable", "wrapper", "function"), (True, False, 1)):
-        reference, model = seeded(make), seeded(make)
-        for each in (reference, model):
-            recomputed(each.blocks, kind)
-        if grouping == "lists":
-            fully_shard(model.embedding, reshard_after_forward=reshard)
-            model.embedding.set_unshard_in_backward(False)
-            fully_shard([model.norm, model.head], reshard_after_forward=reshard)
-        for block in model.blocks:
-            fully_shard(block, reshard_after_forward=reshard)
-        fully_shard(model, reshard_after_forward=reshard)
-        check_training(model, reference, loss_of, (8,), exact=True, steps=2)
+    reference, model = seeded(make), seeded(make)
+    for each in (reference, model):
+        recomputed(each.blocks, kind)
+    if grouping == "lists":
+        fully_shard(model.embedding, reshard_after_forward=reshard)
+        model.embedding.set_unshard_in_backward(False)
+        fully_shard([model.norm, model.head], reshard_after_forward=reshard)
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+    check_training(model, reference, loss_of, (8,), exact=True, steps=2)
 
 
 @on_ranks(2)

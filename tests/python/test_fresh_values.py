@@ -53,7 +53,7 @@ def shard_and_keep_after_backward(model):
     return model
 
 
-def check(make_step, make=Stack, shard=shard_blocks, steps=6, evaluates=False):
+def check(make_step, make=Stack, shard=shard_blocks, steps=4, evaluates=False):
     """Training with steps that `make_step(model)` makes is training of the unsharded model with an ordinary optimizer, to
     the last bit; over Gloo with three ranks, which add in another order, to what float32 rounds."""
     tolerance = dict(rtol=0, atol=0) if additions_have_one_order() else dict(rtol=1e-5, atol=1e-6)
@@ -108,6 +108,7 @@ def written_by(way):
     return make_step
 
 
+@pytest.mark.meet(2)
 @WAYS
 @on_ranks(2, 3)
 def test_steps_that_no_operator_shows(way):
@@ -115,6 +116,7 @@ def test_steps_that_no_operator_shows(way):
     check(written_by(way), shard=shard_and_keep)
 
 
+@pytest.mark.meet(2)
 @WAYS
 @on_ranks(2, 3)
 def test_an_evaluation_after_a_step_that_no_operator_shows(way):
@@ -145,7 +147,7 @@ def compiled(model):
 
 
 @pytest.mark.skipif(not can_compile(), reason="torch.compile needs a C++ compiler and Python's headers")
-@on_ranks(2)
+@on_ranks(2, comm=("shm",))
 def test_a_step_that_was_compiled():
     check(compiled)
 
@@ -334,6 +336,7 @@ def keep_the_first(model):
     return model
 
 
+@pytest.mark.meet(2)
 @pytest.mark.parametrize("after", range(4))
 @on_ranks(2, 3)
 def test_one_rank_looks_within_a_forward(after):

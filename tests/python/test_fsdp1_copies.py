@@ -65,6 +65,7 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.meet(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @on_ranks(1, 2, 3)
 def test_a_copy_trains_as_the_original(use_orig_params):

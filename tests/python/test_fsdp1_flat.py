@@ -27,6 +27,8 @@ from fsdp1_subjects import loss_of, reference_backward, summoned, wrapped
 from harness import on_ranks
 from subjects import mine, rows, seeded
 
+
+@pytest.mark.meet(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(1, 2, 3, 4)

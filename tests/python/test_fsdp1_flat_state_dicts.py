@@ -128,6 +128,7 @@ WRAPPINGS = {
 }
 
 
+@pytest.mark.meet(1)
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2, 3, comm=("shm",))
 def test_optimizers_from_any_wrapping_into_any(kind):

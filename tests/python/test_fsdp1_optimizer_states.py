@@ -175,6 +175,7 @@ WRAPPINGS = {
     "group of one": lambda: wrapped(seeded(blocks, 2), FSDP, process_group=alone()),
     "pytorch's": lambda: wrapped(seeded(blocks, 2), TORCH),
 }
+@pytest.mark.meet(1)
 @pytest.mark.parametrize("kind", [FULL, SHARDED])
 @on_ranks(2, 3, comm=("shm",))
 def test_from_any_wrapping_into_any(kind):

@@ -33,6 +33,7 @@ def is_exact():
     return libfsdp._mesh._shared_memory or dist.get_world_size() == 1
 
 
+@pytest.mark.meet(2)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_ranks(1, 2, 3)
@@ -308,6 +309,7 @@ def test_optimizers_that_would_step_in_backward_are_refused(before, use_orig_par
         model(torch.ones(1, 4))
 
 
+@pytest.mark.meet(2)
 @pytest.mark.parametrize("trained", ["bias", "1.bias"])
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, functools.partial(torch.optim.AdamW, fused=True)])
 @on_ranks(2, 3, 4)

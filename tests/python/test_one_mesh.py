@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import libfsdp
 from harness import on_ranks
 from libfsdp import CPUOffloadPolicy, DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from selection import ALL
 from subjects import needs_mesh_dims, seeded, whole
 
 # PyTorch's function wants its own mesh, and DTensor's caches answer with the first one that was equal to it.
@@ -285,13 +286,20 @@ def meshes():
 
 
 @needs_mesh_dims
-@on_ranks(2, 3, 4)
+@on_ranks(2, 3, 4, comm=("shm", "gloo") if ALL else ("shm",))
 def test_layers_train_as_pytorchs():
     for mesh in meshes():
         check_training(side_by_side(mesh, Layers), mesh)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 1), (2, 1, 2), (1, 2, 2)])
+@needs_mesh_dims
+@on_ranks(4, comm=("gloo",))
+def test_layers_train_as_pytorchs_over_gloo():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    check_training(side_by_side(mesh, Layers), mesh)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 1), (1, 2, 2)] + ALL * [(2, 1, 2)])
 @needs_mesh_dims
 @on_ranks(4, comm=("shm",))
 def test_three_dimensions(shape):
@@ -350,10 +358,10 @@ def test_accumulated_gradients():
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
     alone = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp",))
-    for sync_first in (False, True):
-        for mesh_of_all, options in ((mesh, {}), *((alone, mixed) for mixed in MIXED_PRECISION[:1])):
-            models = side_by_side(mesh_of_all, Layers, **options)
-            check_training(models, mesh_of_all, backward=accumulating(mesh_of_all, sync_first))
+    cases = [(False, mesh, {}), *((True, alone, mixed) for mixed in MIXED_PRECISION[:1])]
+    for sync_first, mesh_of_all, options in cases + ALL * [(not first, *case) for first, *case in cases]:
+        models = side_by_side(mesh_of_all, Layers, **options)
+        check_training(models, mesh_of_all, backward=accumulating(mesh_of_all, sync_first))
 
 
 @needs_mesh_dims

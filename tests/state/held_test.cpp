@@ -137,6 +137,30 @@ TEST_P(Held, GoesIntoAnyModelIfItIsWhole) {
   });
 }
 
+struct ColumnImpl : torch::nn::Module {
+  ColumnImpl()
+      : column(register_parameter("column", torch::arange(16, torch::kFloat).view({8, 2}).select(1, 0))),
+        same(register_parameter("same", torch::full({1}, 3.0).expand(6))) {}
+  at::Tensor column, same;
+};
+TORCH_MODULE(Column);
+
+TEST_P(Held, GoesIntoAnyModelIfItIsWholeHoweverItLies) {
+  on_threads(GetParam(), [] {
+    Column plain, model;
+    fully_shard(*model);
+    {
+      const torch::NoGradGuard no_grad;
+      for (auto& shard : model->parameters()) {
+        shard.zero_();
+      }
+    }
+    load_state_dict(model, sharded_state_dict(plain));
+    EXPECT_TRUE(sharded(model->parameters()[0]).full_tensor().equal(plain->column));
+    EXPECT_TRUE(sharded(model->parameters()[1]).full_tensor().equal(plain->same));
+  });
+}
+
 TEST(HeldStateDicts, ThatLackElementsAreAnErrorThatWritesNothing) {
   on_threads(2, [] {
     for (const auto& [from, into] : {std::pair(Form::kRows, Form::kColumns), std::pair(Form::kFlat, Form::kRows)}) {

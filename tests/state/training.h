@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "state/forms.h"
+#include "support/selected.h"
 
 /// A model in each form, its optimizer, and their states.
 namespace fsdp::testing {
@@ -15,6 +16,16 @@ using Groups = std::vector<OptimizerParamGroup>;
 
 enum class Kind { kSGD, kAdam, kAdamW, kAdagrad, kRMSprop, kFusedAdamW };
 constexpr std::array kKinds{Kind::kSGD, Kind::kAdam, Kind::kAdamW, Kind::kAdagrad, Kind::kRMSprop, Kind::kFusedAdamW};
+
+/// Into which the state of one form goes: for one optimizer into all; of others only what they keep differs.
+inline std::vector<Form> forms_after(Form from, Kind kind) {
+  const auto all = forms(world_size());
+  if (kind == Kind::kAdam || wants_all_combinations()) {
+    return all;
+  }
+  const auto next = std::find(all.begin(), all.end(), from) + 1;
+  return {Form::kUnsharded, next == all.end() ? Form::kRows : *next};
+}
 
 template <typename Class, typename Options>
 std::unique_ptr<Optimizer> build(

@@ -9,6 +9,7 @@
 #include "base/stream.h"
 #include "comm/c10d/order_check.h"
 #include "engine/unit.h"
+#include "nn/combinations.h"
 #include "nn/subjects.h"
 #include "streams/devices.h"
 #include "streams/parity_on_streams.h"
@@ -314,28 +315,13 @@ TEST(OnStreams, Offload) {
 }
 
 TEST(OnStreams, OffloadWithTheOtherOptions) {
-  for (const auto& reshard : {ReshardAfterForward(true), ReshardAfterForward(false), ReshardAfterForward(1)}) {
-    for (const auto accumulate : {Accumulate::kNone, Accumulate::kNoSync, Accumulate::kNoAllReduce}) {
-      for (int bits = 0; bits < 16; ++bits) {
-        const bool checkpointed = (bits & 1) != 0, bf16 = (bits & 2) != 0, hybrid = (bits & 4) != 0;
-        const bool frozen = (bits & 8) != 0;
-        SCOPED_TRACE(
-            ::testing::Message() << reshard.ranks().value_or(0) << " " << static_cast<int>(accumulate) << " " << bits);
-        const auto make = [=] {
-          auto subject = subjects::tied(checkpointed);
-          for (auto& parameter : subject.parts[1]->parameters()) {
-            parameter.set_requires_grad(!frozen);
-          }
-          return subject;
-        };
-        Trial trial{.make = make, .accumulate = accumulate, .steps = 2};
-        trial.options = {.reshard_after_forward = reshard, .offload_policy = CPUOffloadPolicy{}};
-        if (bf16) {
-          trial.options.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat};
-        }
-        expect_parity_without_races(trial, hybrid ? Arrangement{.shards = 2, .replicas = 2} : Arrangement{2});
-      }
-    }
+  auto offloaded = combinations::all();
+  std::erase_if(offloaded, [](const auto& c) { return !c.offload; });
+  for (const auto& combination : combinations::some(offloaded, /*together=*/3)) {
+    SCOPED_TRACE(combinations::name_of(combination));
+    Trial trial = combinations::trial_of(combination, /*ranks=*/2);
+    trial.steps = 2;
+    expect_parity_without_races(trial, combinations::arrangement_of(combination, /*ranks=*/2));
   }
 }
 
