@@ -124,7 +124,8 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
   if (call.first_handle == nullptr) {
     call.first_handle = &param;
   }
-  if (call.first_number == nullptr && c10::isFloatingType(param.gathered_dtype())) {
+  const bool may_be_cast = c10::isFloatingType(param.gathered_dtype()) || param.bucket().is_extended();
+  if (call.first_number == nullptr && may_be_cast) {
     call.first_number = &param;
   }
 }

@@ -73,6 +73,7 @@ std::vector<at::Tensor> leaves_of(at::TensorList inputs) {
 
 // Shards and handles are memory: where it is to be seen otherwise, conjugated or negated, what is seen is worked out.
 at::Tensor as_it_is_seen(const at::TensorBase& data) {
+  const c10::AutoGradMode no_grad(false); // nor is that a read to train
   return at::OptionalTensorRef(data)->resolve_conj().resolve_neg();
 }
 

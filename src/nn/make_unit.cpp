@@ -100,27 +100,32 @@ std::string order_of(const at::Tensor& tensor) {
 
 /// What a rank says of a unit that it makes.
 struct Texts {
-  std::string layout, values, names;
+  std::string options; // of ranks that gather together
+  std::string reduction; // of those that replicas have to have in common
+  std::string params, values, names;
 };
 
 Texts texts_of(const engine::UnitSpec& spec, bool syncs_values) {
-  std::ostringstream mine;
-  mine << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(spec.precision.param_dtype)
-       << ", reduce_dtype " << text_of(spec.precision.reduce_dtype) << ", reshard_after_forward "
-       << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded")
-       << (syncs_values ? ", sync_module_states" : "") << "\n";
-  std::ostringstream names;
+  const auto& precision = spec.precision;
+  const std::string syncs = syncs_values ? ", sync_module_states\n" : "\n";
+  std::ostringstream options, reduction, params, names;
+  options << "mesh of " << c10::IntArrayRef(spec.mesh.sizes()) << ", param_dtype " << text_of(precision.param_dtype)
+          << ", reduce_dtype " << text_of(precision.reduce_dtype) << ", reshard_after_forward "
+          << text_of(spec.reshard_after_forward) << ", " << (spec.offload ? "offloaded" : "not offloaded") << syncs;
+  reduction << "reduced in " << text_of(precision.reduce_dtype ? precision.reduce_dtype : precision.param_dtype)
+            << syncs;
   for (const auto& param : spec.params) {
-    (spec.flat ? names : mine) << param.name << (spec.flat ? "\n" : " ");
-    mine << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension " << param.placement.dim
-         << order_of(param.tensor) << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
+    (spec.flat ? names : params) << param.name << (spec.flat ? "\n" : " ");
+    params << param.tensor.sizes() << " " << param.tensor.scalar_type() << " along dimension " << param.placement.dim
+           << order_of(param.tensor) << (param.tensor.requires_grad() ? "" : ", frozen") << "\n";
   }
-  return {mine.str(), syncs_values ? "" : digests_of_values(spec.params), names.str()};
+  const std::string values = syncs_values ? "" : digests_of_values(spec.params);
+  return {options.str(), reduction.str(), params.str(), values, names.str()};
 }
 
 // Values that differ are no error: a checkpoint may come next. Nor are the names in flat parameters, as in PyTorch.
-void check_same_in(Group& group, const engine::UnitSpec& spec, const Texts& mine) {
-  std::vector<std::string> texts{mine.layout, mine.values};
+void check_same_in(Group& group, const engine::UnitSpec& spec, const std::string& options, const Texts& mine) {
+  std::vector<std::string> texts{options + mine.params, mine.values};
   if (spec.flat) {
     texts.push_back(mine.names);
   }
@@ -132,7 +137,7 @@ void check_same_in(Group& group, const engine::UnitSpec& spec, const Texts& mine
       "the same options",
       group.rank(),
       other->rank,
-      mine.layout,
+      texts[0],
       other->text);
   if (others[1]) {
     warn_of_other_values(group, spec.params, mine.values, *others[1]);
@@ -145,8 +150,9 @@ void check_same_in(Group& group, const engine::UnitSpec& spec, const Texts& mine
 // Ranks that shard different models, or in another way, would wait for one another, or mix up their parameters.
 void check_same_everywhere(const engine::UnitSpec& spec, bool syncs_values) {
   const Texts mine = texts_of(spec, syncs_values);
-  for (int dim = spec.mesh.ndim() - 1; dim >= 0; --dim) {
-    check_same_in(*spec.mesh.group(dim), spec, mine);
+  const int shards = spec.mesh.ndim() - 1;
+  for (int dim = shards; dim >= 0; --dim) {
+    check_same_in(*spec.mesh.group(dim), spec, dim == shards ? mine.options : mine.reduction, mine);
   }
 }
 

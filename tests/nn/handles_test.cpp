@@ -75,12 +75,16 @@ TEST_P(Handles, ConjugatesThatTheyAreGivenAreValues) {
     };
     model.parameters()[0].set_data(model.parameters()[0].detach().conj()); // a view of the shard itself
     EXPECT_TRUE(now().equal(expected(-2)));
-    EXPECT_TRUE((model.weight * 1).equal(expected(-2)));
+    EXPECT_TRUE((model.weight.detach() * 1).equal(expected(-2)));
     model.parameters()[0].set_data((model.parameters()[0].detach() * 2).conj());
     EXPECT_TRUE(now().equal(expected(2) * 2));
-    model.weight.set_data(model.weight.detach().conj());
+    model.weight.set_data(model.weight.conj());
     EXPECT_TRUE(now().equal(expected(-2) * 2));
-    EXPECT_TRUE((model.weight * 1).equal(expected(-2) * 2));
+    {
+      const torch::NoGradGuard no_grad;
+      model.weight.mul_(1); // that was no forward
+    }
+    EXPECT_TRUE((model.weight.detach() * 1).equal(expected(-2) * 2));
     const auto shard = model.parameters()[1].detach();
     model.parameters()[1].set_data(torch::imag(torch::complex(torch::zeros_like(shard), shard).conj()));
     EXPECT_TRUE(sharded(model.parameters()[1]).full_tensor().equal(-torch::ones({4})));

@@ -96,6 +96,21 @@ TEST(Meshes, OfOneReplicaOrOneShard) {
   }
 }
 
+// What their ranks do among themselves is theirs: hosts may have more memory or less.
+TEST(Meshes, ReplicasMayGatherInTheirOwnWays) {
+  const Trial trial{.make = [] { return subjects::tied(); }, .steps = 3};
+  const auto reference = train_unsharded(trial, kFour);
+  on_threads(4, [&] {
+    Trial mine = trial;
+    mine.options.mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+    mine.options.reshard_after_forward = rank() < 2;
+    if (rank() < 2) {
+      mine.options.offload_policy = CPUOffloadPolicy{};
+    }
+    train_sharded(mine, reference);
+  });
+}
+
 TEST(Meshes, ReshardingToOneRankOrToAll) {
   for (const int ranks : {1, 2, 3, 4}) {
     for (const int among : {1, ranks}) {

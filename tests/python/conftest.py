@@ -17,6 +17,7 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "meet(n): a few combinations of parameters, in which any n of them meet in every way")
 
 
+@pytest.hookimpl(trylast=True)  # of what -k and -m have left
 def pytest_collection_modifyitems(config, items):
     """Tests that share processes follow one another. TEST_PART=0/2 leaves every second such group: two parts side by side."""
     if on_gpus.WANTED:

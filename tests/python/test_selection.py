@@ -32,5 +32,7 @@ def test_that_is_marked(one, two, three, four):
 
 def test_of_what_is_marked_some_has_run():
     rows = list(itertools.product(range(3), "ab", range(2), range(3)))
+    if not RAN:
+        pytest.skip("none was to run")
     assert meetings(RAN, 2) == meetings(rows, 2)
     assert len(RAN) == len(rows) if ALL else len(RAN) < len(rows) / 2

@@ -158,6 +158,8 @@ TEST_P(Held, GoesIntoAnyModelIfItIsWholeHoweverItLies) {
     load_state_dict(model, sharded_state_dict(plain));
     EXPECT_TRUE(sharded(model->parameters()[0]).full_tensor().equal(plain->column));
     EXPECT_TRUE(sharded(model->parameters()[1]).full_tensor().equal(plain->same));
+    load_state_dict(plain, sharded_state_dict(plain)); // itself
+    EXPECT_TRUE(plain->same.equal(torch::full({6}, 3.0)));
   });
 }
 
