@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
 namespace fsdp::engine {
