@@ -2,7 +2,10 @@
 
 #include <concepts>
 #include <memory>
+#include <optional>
 #include <type_traits>
+
+#include <c10/core/InferenceMode.h>
 
 #include <fsdp/export.h>
 #include <fsdp/module_ref.h>
@@ -30,6 +33,10 @@ FSDP_API void clone_into(ModuleRef module, ModuleRef copy);
 /// (`[&] { return Net(config); }`). Collective.
 template <std::invocable Build>
 auto clone(ModuleRef module, Build&& build) {
+  std::optional<c10::InferenceMode> no_inference;
+  if (c10::InferenceMode::is_enabled()) {
+    no_inference.emplace(false); // the copy may be trained
+  }
   auto copy = build();
   static_assert(
       !std::is_base_of_v<torch::nn::Module, decltype(copy)>,

@@ -149,7 +149,8 @@ at::Tensor FlatShard::put_gradients_together() {
 void FlatShard::show_waiting_gradient() {
   if (const at::Tensor whole = put_gradients_together(); whole.defined()) {
     const layout::ParamLayout& last = bucket_.params().back()->layout();
-    waiting_.show(tensor_, whole.narrow(0, 0, last.cut().before + last.numel())); // without the padding
+    const at::Tensor shown = whole.narrow(0, 0, last.cut().before + last.numel()); // without the padding
+    waiting_.show(tensor_, shown, bucket_.params().front()->unit());
   }
 }
 

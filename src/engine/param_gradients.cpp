@@ -54,7 +54,7 @@ at::Tensor Param::shard_gradient() const {
 
 void Param::show_waiting_gradient() {
   if (gradient.defined()) {
-    waiting_.show(shard_, gradient);
+    waiting_.show(shard_, gradient, unit_);
   }
 }
 

@@ -172,6 +172,7 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   reduction->divide_by = divisor(unit, bucket);
   reduction->hook = unit.policy.all_reduce_hook;
   reduction->gradient_streams = unit.gradient_streams.streams();
+  come_after_deliveries(unit);
   start_reduce_scatter(*reduction, dtype);
   // Where it may be queued without waiting for what comes before it.
   if (reduction->replicas() != nullptr && (has_streams(unit.device()) || !reduction->scatters)) {
@@ -179,6 +180,15 @@ void Reducer::submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype) {
   }
   running_.push_back(std::move(reduction));
   unit.runtime().unit_changed(unit, EventKind::kReduce);
+}
+
+// Shards' gradients are cast, or added to others, where they were given; then their memory is the reduce stream's.
+void Reducer::come_after_deliveries(const Unit& unit) {
+  for (const Stream& stream : std::exchange(given_on_, {})) {
+    if (!unit.gradient_streams.goes_on(stream)) { // which it comes after anyway
+      wait_stream(unit.runtime().reduce_stream(), stream);
+    }
+  }
 }
 
 void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) {
@@ -213,7 +223,7 @@ void Reducer::start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype) 
   const bool in_place = !reduction.scatters && !goes_on;
   if (!in_place) {
     const auto options = at::TensorOptions().dtype(dtype).device(unit.device());
-    const bool has_gaps = reduction.is_shown() && covered < numel;
+    const bool has_gaps = covered < numel && (reduction.is_shown() || reduction.replicas() != nullptr);
     reduction.flat = has_gaps ? at::zeros({numel}, options) : at::empty({numel}, options);
   }
   for (size_t i = 0; i < reduction.params.size(); ++i) {
@@ -367,10 +377,19 @@ std::optional<Reducer::Delivery> Reducer::next_delivery() {
     const Arrived next = std::move(deliveries_.front());
     deliveries_.pop_front();
     if (auto unit = next.param->unit().weak_from_this().lock()) { // else it is about to be forgotten
+      given_here(*unit);
       return Delivery{std::move(unit), next.param, next.gradient};
     }
   }
   return std::nullopt;
+}
+
+// On this thread, next.
+void Reducer::given_here(const Unit& unit) {
+  const Stream here = current_stream(unit.device());
+  if (has_streams(unit.device()) && std::find(given_on_.begin(), given_on_.end(), here) == given_on_.end()) {
+    given_on_.push_back(here);
+  }
 }
 
 void Reducer::start_copies(const Reduction& reduction) {

@@ -10,6 +10,8 @@
 
 #include <fsdp/group.h>
 
+#include "base/stream.h"
+
 namespace fsdp::engine {
 
 class Bucket;
@@ -62,6 +64,8 @@ class Reducer {
  private:
   struct Reduction;
   void submit(Unit& unit, Bucket& bucket, c10::ScalarType dtype);
+  void come_after_deliveries(const Unit& unit);
+  void given_here(const Unit& unit);
   static void start_reduce_scatter(Reduction& reduction, c10::ScalarType dtype);
   static void end_reduce_scatter(Reduction& reduction);
   static void start_all_reduce(Reduction& reduction);
@@ -81,6 +85,7 @@ class Reducer {
   std::deque<std::unique_ptr<Reduction>> running_;
   std::deque<Arrived> copied_; // on its way into page-locked memory; the shard's when backward ends
   std::deque<Arrived> deliveries_; // reduced, and not given to the shard yet
+  std::vector<Stream> given_on_; // where shards got theirs since the last reduction began: these are read there
   int64_t max_in_flight_ = 1; // the bound on memory
 };
 

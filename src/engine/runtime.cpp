@@ -74,12 +74,13 @@ void Runtime::remove(Unit& unit) {
   if (last_ == &unit) {
     last_ = nullptr;
   }
-  if (!any_unit([](const Unit& left) { return !left.params().empty(); })) {
+  if (!any_unit([](const Unit& left) { return !left.kept; })) {
     const auto last_ones = std::exchange(kept_, {});
   }
 }
 
 void Runtime::keep(std::shared_ptr<Unit> unit) {
+  unit->kept = true;
   kept_.push_back(std::move(unit));
 }
 
@@ -108,7 +109,9 @@ void Runtime::adopt(Runtime& other) {
   auto kept = std::move(other.kept_);
   kept_.insert(kept_.end(), kept.begin(), kept.end());
   is_last_backward_ = is_last_backward_ && other.is_last_backward_;
-  post_optim_event_ = post_optim_event_ ? post_optim_event_ : other.post_optim_event_;
+  if (other.shards_changed_ || other.unseen_writes_) {
+    other.wait_for_writes(gather_stream_);
+  }
   other.each_unit([&](Unit& unit) { unit.join(self, static_cast<int>(units_.size())); });
   training_.forget();
   evaluating_.forget();
@@ -235,13 +238,21 @@ void Runtime::backward_broke(int64_t number) {
   broken_ = broken_ || number == backwards_;
 }
 
+namespace {
+
+BackwardGraph graph_of_backward() {
+  return CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
+}
+
+} // namespace
+
 void Runtime::begin_backward() {
   check_not_broken("backward");
   if (backward_.runs) {
     return;
   }
   follow_profiler();
-  const BackwardGraph graph = CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
+  const BackwardGraph graph = graph_of_backward();
   backward_ = {
       .runs = true,
       .graph = graph.id(),
@@ -257,6 +268,20 @@ void Runtime::begin_backward() {
     unit.expect_gradients(graph, /*nested=*/false);
     unit.take_back_waiting_gradients();
   });
+}
+
+void Runtime::gradient_comes_to_shard(const WaitingGradient& waiting) {
+  const auto guard = lock();
+  const InternalScope scope;
+  if (!waiting.is_shown()) {
+    return;
+  }
+  begin_backward();
+  // A penalty by itself is for no step: ranks may differ in whether it meets a gradient that waits.
+  if (!leads_here(graph_of_backward())) {
+    backward_.is_for_all = false;
+    backward_.may_repeat = true;
+  }
 }
 
 void Runtime::gradient_arrived(Param& param, const at::Tensor& handle) {
@@ -466,11 +491,15 @@ void Runtime::order_gather() {
   if (!std::exchange(shards_changed_, false) && !unseen_writes_) {
     return; // the stream waited then
   }
+  wait_for_writes(gather_stream_);
+}
+
+void Runtime::wait_for_writes(const Stream& stream) {
   if (post_optim_event_) {
-    post_optim_event_->block(gather_stream_);
+    post_optim_event_->block(stream);
     post_optim_event_.reset();
   } else {
-    wait_stream(gather_stream_, current_stream(device_));
+    wait_stream(stream, current_stream(device_));
   }
 }
 

@@ -26,6 +26,7 @@ namespace fsdp::engine {
 class BackwardGraph;
 class Param;
 class Unit;
+class WaitingGradient;
 
 enum class EventKind { kUnshard, kWait, kReshard, kReduce, kReduced, kEndBackward };
 
@@ -74,7 +75,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool any_unit(const Is& is) const {
     return std::any_of(units_.begin(), units_.end(), [&](const Unit* unit) { return unit != nullptr && is(*unit); });
   }
-  /// A unit without parameters has no handle that would keep it alive.
+  /// A unit that no handle keeps lives as long as others.
   void keep(std::shared_ptr<Unit> unit);
   /// Takes over the units of another runtime, numbered after its own.
   void adopt(Runtime& other);
@@ -143,6 +144,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// The same, or one is on its way to a unit through a forward's graph, on this thread.
   bool backward_runs() const;
   void gradient_arrived(Param& param, const at::Tensor& handle);
+  /// Not by way of a handle: the first of a backward, perhaps, while others of the shard wait in its `grad`.
+  void gradient_comes_to_shard(const WaitingGradient& waiting);
   /// A shard gets its gradient when the lock is free: an optimizer may be about to step then.
   void gradient_delivered(Unit& unit);
   void set_is_last_backward(bool last) {
@@ -236,6 +239,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void prefetch_listed(const Unit& unit, Phase phase, bool training);
   void prefetch(const Unit& unit, Phase phase, const Schedule& schedule);
   static void gather_ahead(Unit& unit, bool training);
+  void wait_for_writes(const Stream& stream);
   void open_for_unseen_writes();
   void end_unseen_writes();
   void check_not_broken(const char* operation) const;

@@ -53,6 +53,12 @@ bool is_handle(const at::Tensor& tensor) {
   return tenant != nullptr && tenant->role == Role::kHandle;
 }
 
+bool is_left_shard(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  return tenant != nullptr && tenant->param == nullptr &&
+         (tenant->role == Role::kShard || tenant->role == Role::kFlatShard);
+}
+
 void leave(WeakStorage& storage) {
   if (const auto alive = storage.lock()) {
     if (Tenant* tenant = tenant_in(*alive)) { // none if users have given the storage other memory

@@ -46,6 +46,8 @@ Param* param_of(const at::Tensor& tensor);
 /// The parameter whose shard this is; null for any other tensor, for views of a shard too.
 Param* param_of_shard(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);
+/// Whether it was a shard, of a parameter that is gone or lies elsewhere now.
+bool is_left_shard(const at::Tensor& tensor);
 /// Whether the tensor is in this storage, and that is ours still.
 inline bool lies_in(const at::Tensor& tensor, const WeakStorage& storage) {
   return tenant_of(tensor) != nullptr &&

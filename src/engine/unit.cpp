@@ -419,11 +419,17 @@ int64_t Unit::gradient_bytes() const {
 }
 
 void Unit::show_waiting_gradients() {
-  if (!policy.shows_waiting_gradients) {
+  const bool any =
+      std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->gradient.defined(); });
+  if (!policy.shows_waiting_gradients || !any) {
     return;
   }
+  gradient_on_stream(/*adds=*/true);
   for (auto& bucket : buckets_) {
     bucket->show_waiting_gradients();
+  }
+  if (on_streams_) { // they may have been copied here, and given their memory back to other streams
+    gradient_streams.join();
   }
 }
 

@@ -130,6 +130,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
     virtual ~Companion() = default;
   };
   std::shared_ptr<Companion> companion;
+  /// By what goes with it, as no handle does.
+  bool kept = false;
 
   // -- its place among the units
 

@@ -299,6 +299,7 @@ void copy_modes(torch::nn::Module& module, torch::nn::Module& copy) {
 } // namespace
 
 std::shared_ptr<torch::nn::Module> clone(ModuleRef given) {
+  const engine::NoInferenceMode no_inference; // the copy may be trained
   torch::nn::Module& module = given.for_operation("clone");
   const auto recipes = check_recipes_of(module);
   std::shared_ptr<torch::nn::Module> copy;
@@ -311,6 +312,7 @@ std::shared_ptr<torch::nn::Module> clone(ModuleRef given) {
 }
 
 void clone_into(ModuleRef given, ModuleRef given_copy) {
+  const engine::NoInferenceMode no_inference;
   torch::nn::Module &module = given.for_operation("clone"), &copy = given_copy.for_operation("clone");
   const auto recipes = check_recipes_of(module);
   copy_others(check_alike(module, copy));

@@ -179,10 +179,12 @@ FSDPModule fully_shard(std::initializer_list<ModuleRef> modules, const FullyShar
   return fully_shard(pointers, options);
 }
 
-std::shared_ptr<Unit> nn::make_unit(
+namespace {
+
+std::shared_ptr<Unit> shard_modules(
     const std::vector<torch::nn::Module*>& modules,
     const FullyShardOptions& options,
-    const std::optional<FlatCut>& flat) {
+    const std::optional<nn::FlatCut>& flat) {
   FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
   std::vector<ModuleView> views;
   for (auto* module : modules) {
@@ -197,8 +199,18 @@ std::shared_ptr<Unit> nn::make_unit(
   check_any(any || flat, modules[0]->name());
   check_not_taken(views, options);
   const auto places = places_of(modules);
-  auto unit = make_unit(views, options, flat);
+  auto unit = nn::make_unit(views, options, flat);
   show_flat_shards(*modules[0], *unit, places);
+  return unit;
+}
+
+} // namespace
+
+std::shared_ptr<Unit> nn::make_unit(
+    const std::vector<torch::nn::Module*>& modules,
+    const FullyShardOptions& options,
+    const std::optional<FlatCut>& flat) {
+  auto unit = shard_modules(modules, options, flat); // what listed the handles is gone
   for (auto* module : modules) {
     strangers::note_ignored(unit, options.ignored_params);
     remember_handles_of_recurrent(*module, *unit);

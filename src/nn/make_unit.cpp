@@ -195,6 +195,7 @@ Found find_parameters(std::vector<Slot> slots, const FullyShardOptions& options)
     const auto [entry, is_new] = seen.try_emplace(slot.tensor.unsafeGetTensorImpl(), found.params.size());
     index = entry->second;
     if (is_new) {
+      check_not_left(slot.tensor, slot.path, "fully_shard");
       found.params.push_back({slot.path, slot.tensor, placement_of(options, slot).value_or(ShardPlacement{})});
     }
   }

@@ -20,7 +20,7 @@ struct Entry {
   bool shared_module;
   std::vector<std::weak_ptr<torch::nn::Module>> children; // of a module on the stack
   std::weak_ptr<engine::Unit> unit;
-  std::shared_ptr<engine::Unit> kept{}; // has no parameters, whose handles would keep it
+  std::shared_ptr<engine::Unit> kept{}; // as nothing else would
 
   bool alive() const {
     return !unit.expired() && !(shared_module && module.expired());
@@ -59,8 +59,23 @@ std::mutex mutex;
 // Never destroyed: units that it keeps would go after what they need to go.
 std::unordered_map<const torch::nn::Module*, Entry>& entries = *new std::unordered_map<const torch::nn::Module*, Entry>;
 
-bool has_parameters(const engine::Runtime& runtime) {
-  return runtime.any_unit([](const engine::Unit& unit) { return !unit.params().empty(); });
+// Handles keep their unit. There may be none: it has no parameters, or no member holds what is registered
+// (`head->weight = embedding->weight` before the head is sharded).
+bool needs_keeper(const std::shared_ptr<engine::Unit>& unit) {
+  return unit->kept || unit.use_count() == 1;
+}
+
+bool others_keep_themselves(const engine::Runtime& runtime) {
+  return runtime.any_unit([](const engine::Unit& unit) { return !unit.kept; });
+}
+
+// Of units that nothing else went with when they were made.
+void hand_over_to(engine::Runtime& runtime) {
+  for (auto& [module, entry] : entries) {
+    if (entry.kept != nullptr && &entry.kept->runtime() == &runtime) {
+      runtime.keep(std::move(entry.kept));
+    }
+  }
 }
 
 std::vector<Entry> take_dead_ones() {
@@ -88,11 +103,15 @@ void enter(torch::nn::Module& module, const std::shared_ptr<engine::Unit>& unit)
     const auto owned = module.children();
     children.assign(owned.begin(), owned.end());
   }
-  const bool needs_keeper = unit->params().empty(), goes_with_others = has_parameters(unit->runtime());
-  if (needs_keeper && (goes_with_others || !shared_module)) {
+  unit->kept = needs_keeper(unit);
+  const bool goes_with_others = others_keep_themselves(unit->runtime());
+  if (unit->kept && (goes_with_others || !shared_module)) {
     unit->runtime().keep(unit);
   }
-  const bool keeps = needs_keeper && shared_module && !goes_with_others;
+  if (goes_with_others) {
+    hand_over_to(unit->runtime());
+  }
+  const bool keeps = unit->kept && shared_module && !goes_with_others;
   entries[&module] = {std::move(weak), shared_module, std::move(children), unit, keeps ? unit : nullptr};
 }
 

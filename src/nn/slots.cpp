@@ -6,6 +6,7 @@
 #include <torch/nn/modules/container/parameterdict.h>
 #include <torch/nn/modules/container/parameterlist.h>
 
+#include "base/check.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
 #include "engine/internal_scope.h"
@@ -131,6 +132,15 @@ std::vector<std::shared_ptr<engine::Unit>> units_of(torch::nn::Module& module) {
 }
 
 } // namespace
+
+void check_not_left(const at::Tensor& parameter, const std::string& name, const char* operation) {
+  FSDP_CHECK(
+      !engine::is_left_shard(parameter),
+      "[{}] '{}' is this rank's piece of a parameter that is gone, as the member that read it was given another "
+      "(head->weight = embedding->weight, say) after fully_shard: tie weights before",
+      operation,
+      name);
+}
 
 void settle_replaced_shards(torch::nn::Module& module) {
   for (const auto& unit : units_of(module)) {

@@ -38,4 +38,7 @@ std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Mo
 /// where there are any.
 void settle_replaced_shards(torch::nn::Module& module);
 
+/// A parameter ends when no member of a module holds it, though a shard of it is registered.
+void check_not_left(const at::Tensor& parameter, const std::string& name, const char* operation);
+
 } // namespace fsdp::nn

@@ -48,7 +48,11 @@ std::vector<NamedTensor> named_tensors(ModuleRef given, const char* operation) {
   std::vector<NamedTensor> all;
   const auto add = [&](const std::string& path, const std::string& key, const at::Tensor& tensor, bool is_buffer) {
     if (tensor.defined() && engine::flat_shard_of(tensor) == nullptr) { // whose parameters have names of their own
-      all.push_back({path.empty() ? key : path + "." + key, tensor, engine::param_of(tensor), is_buffer});
+      const std::string name = path.empty() ? key : path + "." + key;
+      if (!is_buffer) {
+        nn::check_not_left(tensor, name, operation);
+      }
+      all.push_back({name, tensor, engine::param_of(tensor), is_buffer});
     }
   };
   for (const auto& [path, each] : nn::modules_of(module)) {

@@ -182,6 +182,61 @@ TEST_P(WaitingGradients, MixWithReducedOnesInAnyOrder) {
   });
 }
 
+// It is added to what stands in `grad`, and may be the first that a backward brings.
+TEST_P(WaitingGradients, AreNotWhatAPenaltyOnRegisteredParametersIsAddedTo) {
+  run([](Waiting& waiting, bool original) {
+    for (const bool recorded_first : {true, false}) {
+      waiting.model->zero_grad();
+      const auto penalty = [&] {
+        auto sum = torch::zeros({});
+        for (const auto& parameter : waiting.model->parameters()) {
+          sum = sum + parameter.square().sum() / 2;
+        }
+        return sum;
+      };
+      for (const int number : {0, 1, 2}) {
+        std::optional<FSDPInstance::NoSync> no_sync;
+        if (number < 2) {
+          no_sync.emplace(waiting.model.no_sync());
+        }
+        const auto before = recorded_first ? penalty() : torch::zeros({});
+        const auto loss = waiting.model(batch(rank(), number)).sum();
+        (loss + (recorded_first ? before : penalty())).backward();
+      }
+      auto wanted = means({0, 1, 2});
+      const auto values = layers()->parameters();
+      for (size_t i = 0; i < wanted.size(); ++i) {
+        wanted[i] = wanted[i] + 3 * values[i].detach();
+      }
+      expect_gradients(waiting.reduced(), wanted, original);
+    }
+  });
+}
+
+// One rank may have some where another has none; and a step may be open.
+TEST_P(WaitingGradients, StayWhereThereIsAPenaltyAlone) {
+  run([](Waiting& waiting, bool original) {
+    waiting.backward_in_no_sync(0);
+    if (original && rank() == 0) {
+      waiting.model->parameters()[0].mutable_grad().reset();
+    }
+    const auto out = waiting.model(batch(rank(), 1)).sum();
+    const at::Tensor penalized = waiting.model->parameters()[0];
+    (penalized.square().sum() / 2).backward();
+    out.backward();
+    auto wanted = means({0, 1});
+    if (original) {
+      wanted[0] = wanted[0] - gradients_of_rank(0, {0})[0] / world_size() + layers()->parameters()[0].detach();
+    } else {
+      const auto values = layers()->parameters();
+      for (size_t i = 0; i < wanted.size(); ++i) {
+        wanted[i] = wanted[i] + values[i].detach();
+      }
+    }
+    expect_gradients(waiting.reduced(), wanted, original);
+  });
+}
+
 TEST_P(WaitingGradients, AreDroppedByZeroGrad) {
   run([](Waiting& waiting, bool original) {
     for (const bool set_to_none : {true, false}) {

@@ -101,6 +101,31 @@ TEST_P(Clones, TrainAsTheOriginal) {
   });
 }
 
+TEST_P(Clones, ThatWereMadeInInferenceModeTrain) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model);
+    std::shared_ptr<CopyableImpl> copy, built;
+    {
+      const c10::InferenceMode inference;
+      copy = fsdp::clone(model);
+      built = fsdp::clone(model, [] { return std::make_shared<CopyableImpl>(); });
+      EXPECT_TRUE(c10::InferenceMode::is_enabled());
+    }
+    at::Tensor wanted;
+    for (const auto& each : {model, copy, built}) {
+      EXPECT_FALSE(each->mean.is_inference());
+      for (const auto& shard : each->parameters()) {
+        EXPECT_FALSE(shard.is_inference());
+      }
+      each->forward(torch::ones({2, 5})).sum().backward();
+      const auto gradient = sharded(parameters(each->first)[0]).full_grad();
+      wanted = wanted.defined() ? wanted : gradient;
+      EXPECT_TRUE(torch::equal(gradient, wanted));
+    }
+  });
+}
+
 TEST_P(Clones, ExchangeAsTheOriginal) {
   on_threads(GetParam(), [] {
     auto model = std::make_shared<CopyableImpl>();

@@ -471,6 +471,20 @@ TEST(Errors, SharingBelowTheRoot) {
       {"[share_comm_ctx] is for the root", "'0' lies below '(root)'"});
 }
 
+// The parameter ends with its last reader; its shard stays registered.
+TEST(Errors, WeightsTiedAfterSharding) {
+  expect_error(
+      2,
+      [] {
+        nn::Linear first(4, 4), head(nn::LinearOptions(4, 4).bias(false));
+        nn::Sequential model(first, head);
+        fully_shard(*head);
+        head->weight = first->weight;
+        fully_shard(*model);
+      },
+      {"[fully_shard] '1.weight' is this rank's piece of a parameter that is gone", "tie weights before"});
+}
+
 TEST(Errors, AStreamForTheHookOfAHybridMesh) {
   expect_error(
       2,

@@ -128,6 +128,27 @@ TEST_P(Modules, WeightsTiedAcrossUnits) {
   });
 }
 
+// What is registered in the head, no member holds: no handle would keep its unit.
+TEST_P(Modules, AHeadWithoutBiasThatReadsTheWeightOfAnother) {
+  train([] {
+    struct NetImpl : nn::Module {
+      NetImpl() {
+        first = register_module("first", nn::Linear(5, 5));
+        head = register_module("head", nn::Linear(nn::LinearOptions(5, 5).bias(false)));
+        head->weight = first->weight;
+      }
+      nn::Linear first{nullptr}, head{nullptr};
+    };
+    auto net = std::make_shared<NetImpl>();
+    return subject_of(
+        net,
+        [net](int rank, int step) {
+          return net->head(torch::tanh(net->first(subjects::data(rank, step, {3, 5})))).pow(2).mean();
+        },
+        {net->head.ptr()});
+  });
+}
+
 /// Computes with a weight that it may share with other modules.
 struct HolderImpl : nn::Module {
   explicit HolderImpl(const at::Tensor& shared) : weight(register_parameter("weight", shared)) {}

@@ -263,6 +263,15 @@ TEST(StateDictsErrors, SayWhatToDo) {
     EXPECT_TRUE(contains(error_message([&] { load_state_dict(net, StateDict()); }), "end that guard first"));
   });
   on_threads(2, [] {
+    nn::Linear first(4, 4), head(nn::LinearOptions(4, 4).bias(false));
+    nn::Sequential model(first, head);
+    fully_shard(*head);
+    fully_shard(*model);
+    head->weight = first->weight; // what nobody reads any more ends
+    EXPECT_TRUE(
+        contains(error_message([&] { full_state_dict(model); }), "'1.weight' is this rank's piece of a parameter"));
+  });
+  on_threads(2, [] {
     nn::Linear model(nn::LinearOptions(4, 4));
     move_to_meta(*model);
     fully_shard(model);

@@ -424,6 +424,57 @@ TEST(OnStreams, GradientsOfOneUnitFromTwoStreams) {
   }
 }
 
+/// What is reduced is cast to the shards' dtype where it is delivered, and its memory is the reduce stream's.
+TEST(OnStreams, GradientsThatAreCastOnTwoStreams) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh, .mp_policy = {.param_dtype = torch::kBFloat16}});
+    const auto layer = [&](int i) { return layers[i]->as<torch::nn::Linear>(); };
+    const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+    for (int step = 0; step < 3; ++step) {
+      at::Tensor x = ones_that_require_grad(mesh), other = ones_that_require_grad(mesh);
+      wait_stream(beside, here);
+      for (int i = 0; i < 4; i += 2) {
+        x = layer(i)->forward(x);
+        const StreamGuard guard(beside);
+        other = layer(i + 1)->forward(other);
+      }
+      wait_stream(here, beside);
+      (x.sum() + other.sum()).backward();
+      wait_stream(beside, here);
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// At the end of a backward they become one tensor, on the stream of the caller.
+TEST(OnStreams, GradientsOfAFlatParameterThatWaitOnAnotherStream) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    torch::nn::Sequential layers(torch::nn::Linear(6, 6), torch::nn::Linear(6, 6));
+    FullyShardedDataParallel<torch::nn::Sequential> model(layers, {.use_orig_params = false, .device_mesh = mesh});
+    const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+    for (int step = 0; step < 2; ++step) {
+      for (int micro = 0; micro < 3; ++micro) {
+        std::optional<FSDPInstance::NoSync> no_sync;
+        if (micro < 2) {
+          no_sync.emplace(model.no_sync());
+        }
+        at::Tensor loss;
+        {
+          const StreamGuard guard(beside);
+          loss = model(ones_that_require_grad(mesh)).sum();
+        }
+        wait_stream(here, beside);
+        loss.backward();
+      }
+      model->zero_grad();
+      wait_stream(beside, here);
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
 struct HookThatReads : torch::autograd::PostAccumulateGradHook {
   explicit HookThatReads(int* calls) : device(rank()), calls(calls) {}
   void operator()(const torch::autograd::Variable& shard) override {

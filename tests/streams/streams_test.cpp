@@ -296,6 +296,22 @@ TEST(OnStreams, SeveralRootsThatShareTheirStreams) {
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
 
+TEST(OnStreams, RootsThatShareTheirStreamsWhenOneHasRun) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    const torch::NoGradGuard no_grad;
+    torch::nn::Linear first(7, 5), second(5, 3);
+    const auto root = fully_shard(*first, {.mesh = mesh}), other = fully_shard(*second, {.mesh = mesh});
+    const auto x = first(subjects::data(rank(), 0, {4, 7}));
+    for (auto& parameter : second->parameters()) {
+      parameter.mul_(2);
+    }
+    share_comm_ctx({root, other});
+    second(x);
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
 /// The optimizer works on the host: a copy to the device has to be over before it writes what is copied.
 TEST(OnStreams, Offload) {
   for (const bool pinned : {true, false}) {
