@@ -22,13 +22,13 @@ struct ExportSafetensorsOptions {
   int64_t max_shard_bytes = 5'000'000'000; ///< of a file; more than that is spread over numbered ones
   NameInFiles name_in_files = nullptr; ///< null: the same
   TransposedInFiles transposed = nullptr; ///< null: none
-  std::shared_ptr<Group> group = nullptr; ///< null: all ranks of the job
+  std::shared_ptr<Group> group = nullptr; ///< null: all ranks of the job; those of one replica are enough
 };
 
 /// Writes DIR/model.safetensors, or DIR/model-00001-of-00003.safetensors and so on with model.safetensors.index.json.
 /// Each rank writes what it has to its places, so that nothing is gathered; all ranks need to see the folder. A tied
 /// weight is there under its first name. Files appear when all of them are on the disk; other files of the folder stay.
-/// An Error on one rank is one on all. Collective.
+/// An Error on one rank is one on all, and so are ranks with different tensors or options. Collective.
 FSDP_API void export_safetensors(
     const std::string& dir, ModuleRef module, const ExportSafetensorsOptions& options = {});
 

@@ -11,13 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from . import _C
-from ._fsdp1._pytorch import clean_tensor_name
+from ._fsdp1._pytorch import clean_tensor_name, is_fsdp_flattened
 from ._fsdp1.buffers import saved_dtype
 from ._fsdp1.flat import Part
 from ._registered import Registered, is_flat, sharded_behind
 from ._sharded import Sharded
+from ._sharded_dtensor import DTensorSharded
 from ._state import states_below
 
 
@@ -95,11 +97,16 @@ def _held_parameter(
             f"[state] '{name}' is a tensor subclass, whose parts have no names in files: use torch.distributed.checkpoint, "
             "which pickles them"
         )
+    if is_fsdp_flattened(tensor):
+        raise _C.Error(
+            f"[state] '{name}' was cut by PyTorch's FullyShardedDataParallel, and does not say which elements are here: wrap the "
+            "model with libfsdp.FullyShardedDataParallel, or use torch.distributed.checkpoint"
+        )
     if sharded is not None and sharded.around is None:
         return _C.held_behind(sharded.handle)
     if sharded is not None:
         _C.held_behind(sharded.handle)  # what was written to the handle is in the shard
-    return _held_dtensor(name, tensor, ranks) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
+    return _held_dtensor(name, tensor, ranks, sharded) if isinstance(tensor, DTensor) else _C.held_behind(tensor)
 
 
 def _is_subclass(tensor: torch.Tensor) -> bool:
@@ -113,17 +120,26 @@ def _held_buffer(buffer: torch.Tensor, to_write: bool, ranks: Container[int] | N
     return _C.held_behind(buffer if to_write else buffer.to(saved_dtype(buffer)))
 
 
-def _held_dtensor(name: str, tensor: DTensor, ranks: Container[int] | None) -> _C.HeldTensor:
+def _held_dtensor(
+    name: str, tensor: DTensor, ranks: Container[int] | None, sharded: Sharded | None = None
+) -> _C.HeldTensor:
     """Whoever has cut it, along whatever dimensions of its mesh."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
+    placements, local = tensor.placements, tensor._local_tensor
     if any(placement.is_partial() for placement in placements):
         raise _C.Error(f"[state] '{name}' is a sum that is not added up yet ({placements}): redistribute it first")
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    if isinstance(sharded, DTensorSharded):
+        shape, offset = sharded.layout.block(tensor.shape)
+    else:
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+    if tuple(shape) != tuple(local.shape) and max(math.prod(shape), local.numel()) > 0:
+        raise _C.Error(
+            f"[state] '{name}', of sizes {list(tensor.shape)}, is placed as {placements}, by which this rank has sizes "
+            f"{list(shape)}, and has {list(local.shape)}: choose sizes that all these ranks divide, or cut with "
+            "libfsdp.fully_shard"
+        )
     strides = _contiguous_strides(tensor.shape)
     extent = _extent(name, tensor.shape, tuple(shape), tuple(offset))
-    return _C.held_piece((list(tensor.shape), strides), extent, tensor._local_tensor, _is_first(tensor, ranks))
+    return _C.held_piece((list(tensor.shape), strides), extent, local, _is_first(tensor, ranks))
 
 
 def _is_first(tensor: DTensor, ranks: Container[int] | None) -> bool:

@@ -1,10 +1,12 @@
 """On which mesh, and how, a sharded parameter lies: data parallel dimensions together with those it had before."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, Replicate, _StridedShard
 
 from . import _C
@@ -23,6 +25,19 @@ class Layout:
     mesh: DeviceMesh  # of its shards
     placements: Placements
     around: Around | None  # the whole, for the module's own code; None: nothing
+    cut: int | None  # the dimension of `mesh` along which the engine cuts what the module's own code reads
+
+    def block(self, shape: torch.Size) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Sizes and place of this rank's elements, of a parameter that was a DTensor before: uneven cuts of cuts are not
+        where the placements have them."""
+        sizes, offset = compute_local_shape_and_global_offset(shape, self.around.mesh, self.around.placements)
+        if self.cut is None:
+            return tuple(sizes), tuple(offset)
+        dim, rank = self.placements[self.cut].dim, self.mesh.get_coordinate()[self.cut]
+        chunk = -(-sizes[dim] // self.mesh.size(self.cut))
+        first = min(rank * chunk, sizes[dim])
+        rows = min(chunk, sizes[dim] - first)
+        return _with(sizes, dim, rows), _with(offset, dim, offset[dim] + first)
 
 
 @dataclass(frozen=True)
@@ -94,14 +109,14 @@ class DataParallel:
         """Of a parameter which the engine cuts along ``dim``, over the last dimension of its mesh."""
         replicated = (Replicate(),) * (self.engine.ndim - 1)
         if not isinstance(parameter, DTensor):
-            return Layout(self.mesh, (*replicated, Shard(dim)), None)
+            return Layout(self.mesh, (*replicated, Shard(dim)), None, self.engine.ndim - 1)
         given = tuple(parameter.placements)
         around = Around(parameter.device_mesh, given, self._dims_among(parameter.device_mesh))
         if self.spmd is not None:
-            return Layout(self.result, self._placements_on_result(given, dim), around)
+            return Layout(self.result, self._placements_on_result(given, dim), around, self._cut_of_result())
         before = parameter.device_mesh
         mine = _cut(dim, _ranks_that_cut(dim, given, before.shape))
-        return Layout(_joined(self.mesh, before), (*replicated, mine, *given), around)
+        return Layout(_joined(self.mesh, before), (*replicated, mine, *given), around, self.engine.ndim - 1)
 
     def _dims_among(self, mesh: DeviceMesh) -> frozenset[int]:
         """Those that a parameter's own mesh has."""
@@ -118,6 +133,14 @@ class DataParallel:
         placed = dict(zip(names, given, strict=True))
         placed[names[first]] = placed["_".join(self.dims.shard_names)] = mine
         return tuple(placed.get(name, Replicate()) for name in self.result.mesh_dim_names)
+
+    def _cut_of_result(self) -> int | None:
+        names = self.dims.shard_names
+        return self.result.mesh_dim_names.index("_".join(names)) if names else None
+
+
+def _with(numbers: Sequence[int], place: int, number: int) -> tuple[int, ...]:
+    return (*numbers[:place], number, *numbers[place + 1 :])
 
 
 def _part(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

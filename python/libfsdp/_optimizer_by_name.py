@@ -88,7 +88,7 @@ class OptimizerByName:
         parts = {name: each.part for name, each in own.items() if each.part is not None}
         if not parts:
             return given.get(next(iter(own)), {})
-        return join(next(iter(parts.values())).flat, parts, {name: given.get(name, {}) for name in parts})
+        return join(next(iter(parts.values())).flat, parts, _of_one_dtype({name: given.get(name, {}) for name in parts}))
 
     def _check(self, states: list, groups: list) -> None:
         mine, wrong = self._optimizer.param_groups, []
@@ -115,6 +115,19 @@ class OptimizerByName:
                 wrong.append(f"group {number} has {strange}, which this {type(self._optimizer).__name__} does not know")
         if wrong:
             raise _C.Error(_ANOTHER.format("\n".join(wrong)))
+
+
+def _of_one_dtype(states: dict[str, State]) -> dict[str, State]:
+    """Each kind of state: a flat parameter has one of each."""
+    dtypes: dict[str, torch.dtype] = {}
+    for state in states.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                dtypes[key] = torch.promote_types(dtypes.get(key, value.dtype), value.dtype)
+    return {
+        name: {key: value.to(dtypes[key]) if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        for name, state in states.items()
+    }
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -62,10 +62,11 @@ class FilledLater(nn.Parameter):
 class DTensorSharded(Sharded):
     """Registered is a DTensor; what was one before is read as one."""
 
-    __slots__ = ("around", "mesh", "placements")
+    __slots__ = ("around", "layout", "mesh", "placements")
 
     def __init__(self, shard: torch.Tensor, original: nn.Parameter, layout: Layout):
         super().__init__(shard)
+        self.layout = layout
         self.mesh, self.placements, self.around = layout.mesh, layout.placements, layout.around
         like = original if isinstance(original, DTensor) else self.handle
         self.shape, self.stride = like.shape, like.stride()

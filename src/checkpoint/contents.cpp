@@ -32,7 +32,8 @@ void check_whole(const std::string& name, const at::Tensor& extra) {
 
 } // namespace
 
-Contents::Contents(int rank, int64_t step, const StateOfRank& state) : rank_(rank), turns_(rank == 0) {
+Contents::Contents(int rank, int64_t step, const StateOfRank& state, const Seats& seats)
+    : rank_(rank), turns_(rank == 0, seats) {
   numbers_.step = step;
   for (const auto& item : state.model) {
     add(kModel + item.key(), item.value(), /*by_operators=*/false);

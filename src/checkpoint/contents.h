@@ -8,13 +8,15 @@
 #include "checkpoint/checkpoint_index.h"
 #include "checkpoint/piece_writer.h"
 #include "checkpoint/replica_turns.h"
+#include "checkpoint/seats.h"
 
 namespace fsdp::disk {
 
 /// What one rank gives to a checkpoint.
 class Contents {
  public:
-  Contents(int rank, int64_t step, const StateOfRank& state);
+  /// `seats`: of all ranks that save.
+  Contents(int rank, int64_t step, const StateOfRank& state, const Seats& seats);
 
   const std::vector<PieceToWrite>& pieces() const {
     return pieces_;

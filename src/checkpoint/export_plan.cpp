@@ -15,22 +15,26 @@ namespace fsdp::disk {
 
 namespace {
 
-using ByName = std::unordered_map<std::string, HeldTensor>;
+struct Planned {
+  HeldTensor held{}; // as it lies in the file
+  bool is_transposed = false;
+};
+using ByName = std::unordered_map<std::string, Planned>;
 
 int64_t bytes_of(const HeldTensor& held) {
   return c10::multiply_integers(held.sizes) * static_cast<int64_t>(c10::elementSize(held.dtype()));
 }
 
-HeldTensor in_file(const std::string& name, const HeldTensor& held, const ExportSafetensorsOptions& options) {
+Planned in_file(const std::string& name, const HeldTensor& held, const ExportSafetensorsOptions& options) {
   if (!options.transposed || !options.transposed(name)) {
-    return held;
+    return {held, false};
   }
   FSDP_CHECK(
       held.sizes.size() == 2,
       "[export_safetensors] '{}' has sizes {}, and only a matrix can be transposed: let `transposed` say so",
       name,
       c10::IntArrayRef(held.sizes));
-  return transposed(held);
+  return {transposed(held), true};
 }
 
 std::string number_name(size_t number, size_t count) {
@@ -48,7 +52,9 @@ void lay_out(ExportFile& file, const ByName& by_name) {
   const uint64_t bytes = file.text.size();
   file.text.insert(0, reinterpret_cast<const char*>(&bytes), sizeof(bytes));
   for (const auto& tensor : file.header.tensors) {
-    file.held.push_back(by_name.at(tensor.name));
+    const auto& [held, is_transposed] = by_name.at(tensor.name);
+    file.held.push_back(held);
+    file.transposed.push_back(is_transposed);
   }
 }
 
@@ -94,13 +100,13 @@ std::vector<ExportFile> plan_export(const ShardedStateDict& state, const ExportS
     }
     bytes += bytes_of(held);
     const std::string name = options.name_in_files ? options.name_in_files(item.key()) : item.key();
-    const HeldTensor& there = in_file(item.key(), held, options);
+    const Planned there = in_file(item.key(), held, options);
     FSDP_CHECK(
         by_name.emplace(name, there).second,
         "[export_safetensors] name_in_files gives '{}' to two tensors, '{}' is one of them: give each its own",
         name,
         item.key());
-    files.back().header.tensors.push_back({name, there.dtype(), there.sizes});
+    files.back().header.tensors.push_back({name, there.held.dtype(), there.held.sizes});
   }
   for (size_t i = 0; i < files.size(); ++i) {
     files[i].name = number_name(i, files.size());

@@ -15,7 +15,8 @@ struct ExportFile {
   std::string name{};
   SafetensorsHeader header{}; ///< laid out
   std::string text{}; ///< of the header, with its length before it
-  std::vector<HeldTensor> held{}; ///< by tensor of the header, as it lies in the file
+  std::vector<HeldTensor> held{}; ///< by tensor of the header, as it lies in the file; of this rank
+  std::vector<bool> transposed{}; ///< likewise
 };
 
 /// Spreads a model's tensors over files, tied ones once.

@@ -2,16 +2,21 @@
 #include <set>
 #include <string>
 #include <string_view>
+#include <utility>
+#include <vector>
 
 #include <fsdp/saved_state.h>
 
 #include "base/check.h"
 #include "checkpoint/all_agree.h"
+#include "checkpoint/export_outline.h"
+#include "checkpoint/export_parts.h"
 #include "checkpoint/export_plan.h"
 #include "checkpoint/file.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/replica_turns.h"
 #include "checkpoint/rows_in_file.h"
+#include "checkpoint/seats.h"
 
 namespace fsdp {
 
@@ -21,6 +26,7 @@ using namespace disk; // NOLINT: what it is made of
 
 constexpr const char* kWeightMapName = "model.safetensors.index.json";
 constexpr std::string_view kAside = ".tmp-";
+const Label kExport{"export_safetensors", ""};
 
 /// A model that is being exported, by all ranks.
 class Export {
@@ -32,7 +38,13 @@ class Export {
     together([&] {
       state_ = model();
       files_ = plan_export(state_, options_);
+    });
+    expect_same_files(*group_, files_, kExport);
+    share_out();
+    const auto parts_of_ranks = group_->exchange(to_bytes(mine_), kExport);
+    together([&] {
       if (group_->rank() == 0) {
+        check_complete(files_, parts_of_ranks);
         make_files();
       }
     });
@@ -47,11 +59,26 @@ class Export {
  private:
   /// What is half written makes room if there is an error.
   void together(const std::function<void()>& body) {
-    all_agree(*group_, {"export_safetensors", ""}, body, [&] { remove_what_is_aside(); });
+    all_agree(*group_, kExport, body, [&] { remove_what_is_aside(); });
   }
 
   std::string aside(const std::string& name) const {
     return dir_ + "/" + std::string(kAside) + name;
+  }
+
+  void share_out() {
+    Seats seats;
+    seats.add(state_);
+    seats.exchange(*group_, kExport);
+    ReplicaTurns turns(group_->rank() == 0, std::move(seats));
+    for (size_t file = 0; file < files_.size(); ++file) {
+      const auto& held = files_[file].held;
+      for (size_t i = 0; i < held.size(); ++i) {
+        if (turns.is_mine(held[i]) && held[i].extent.numel() > 0) {
+          mine_.push_back({file, i, held[i].extent});
+        }
+      }
+    }
   }
 
   // With their headers, and room for all elements.
@@ -72,14 +99,13 @@ class Export {
   }
 
   void write_elements() const {
-    ReplicaTurns turns(group_->rank() == 0);
-    for (const auto& file : files_) {
+    auto part = mine_.begin();
+    for (size_t i = 0; i < files_.size(); ++i) {
+      const ExportFile& file = files_[i];
       File opened = File::open_to_write(aside(file.name));
-      for (size_t i = 0; i < file.held.size(); ++i) {
-        if (turns.is_mine(file.held[i])) {
-          const int64_t begin = static_cast<int64_t>(file.text.size()) + file.header.tensors[i].begin;
-          write_rows(opened, begin, file.held[i]);
-        }
+      for (; part != mine_.end() && part->file == i; ++part) {
+        const int64_t begin = static_cast<int64_t>(file.text.size()) + file.header.tensors[part->tensor].begin;
+        write_rows(opened, begin, file.held[part->tensor]);
       }
       opened.flush();
     }
@@ -149,6 +175,7 @@ class Export {
   std::shared_ptr<Group> group_;
   ShardedStateDict state_{};
   std::vector<ExportFile> files_{};
+  std::vector<ExportPart> mine_{}; // that this rank writes, in the order of the files
 };
 
 } // namespace

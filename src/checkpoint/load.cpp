@@ -133,7 +133,7 @@ class Reading {
       dict.state.insert(name, {});
     }
     if (const HeldTensor* param = here.find(name)) {
-      dict.state[name].tensors[name_and_key.substr(slash + 1)] = reader_.read(full_name, *param);
+      dict.state[name].tensors[name_and_key.substr(slash + 1)] = reader_.read_as_saved(full_name, *param);
       progress.add(bytes_of(*param, index_.tensors.at(full_name).dtype));
     }
   }

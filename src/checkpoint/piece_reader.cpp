@@ -44,6 +44,13 @@ PieceReader::PieceReader(std::string folder, const CheckpointIndex& index, File:
 
 HeldTensor PieceReader::read(const std::string& name, const HeldTensor& here) {
   const engine::InternalScope scope;
+  HeldTensor there = read_as_saved(name, here);
+  there.local = there.local.to(here.dtype());
+  return there;
+}
+
+HeldTensor PieceReader::read_as_saved(const std::string& name, const HeldTensor& here) {
+  const engine::InternalScope scope;
   const IndexedTensor& tensor = index_.tensors.at(name);
   FSDP_CHECK(
       tensor.sizes == here.sizes,
@@ -52,9 +59,14 @@ HeldTensor PieceReader::read(const std::string& name, const HeldTensor& here) {
       name,
       c10::IntArrayRef(tensor.sizes),
       c10::IntArrayRef(here.sizes));
-  HeldTensor there = lie_alike(tensor, here) ? read_piece(name, here) : in_order_of(here, name);
-  there.local = there.local.to(here.dtype());
-  return there;
+  FSDP_CHECK(
+      here.local.numel() == here.extent.numel(),
+      "[load] {}: this rank has {} elements of '{}', but the tensor for them has {}: give one that has as many",
+      folder_,
+      here.extent.numel(),
+      name,
+      here.local.numel());
+  return lie_alike(tensor, here) ? read_piece(name, here) : in_order_of(here, name);
 }
 
 HeldTensor PieceReader::read_piece(const std::string& name, const HeldTensor& here) {

@@ -20,6 +20,8 @@ class PieceReader {
 
   /// What `here` has, from the file: in its dtype, on the CPU.
   HeldTensor read(const std::string& name, const HeldTensor& here);
+  /// The same in the dtype that was saved.
+  HeldTensor read_as_saved(const std::string& name, const HeldTensor& here);
   at::Tensor read_whole(const std::string& name);
 
  private:

@@ -2,24 +2,12 @@
 
 #include <algorithm>
 
+#include <c10/util/Exception.h>
 #include <c10/util/accumulate.h>
 
 namespace fsdp::disk {
 
 namespace {
-
-// Shards are cut along a mesh's last dimension, and alike along all others.
-int64_t replicas(const Mesh& mesh) {
-  return mesh.numel() / mesh.sizes().back();
-}
-
-int64_t replica_of(const Mesh& mesh) {
-  int64_t replica = 0;
-  for (int dim = 0; dim + 1 < mesh.ndim(); ++dim) {
-    replica = replica * mesh.sizes()[dim] + mesh.coordinate(dim);
-  }
-  return replica;
-}
 
 bool is_whole(const HeldTensor& held) {
   return held.extent.numel() == c10::multiply_integers(held.sizes);
@@ -39,15 +27,23 @@ bool ReplicaTurns::is_mine(const HeldTensor& held) {
 }
 
 bool ReplicaTurns::take_turn(const HeldTensor& held) {
-  const Mesh& mesh = *held.mesh;
-  auto found = std::find_if(bytes_.begin(), bytes_.end(), [&](const auto& item) { return item.first == mesh; });
-  if (found == bytes_.end()) {
-    found = bytes_.emplace(bytes_.end(), mesh, std::vector<int64_t>(static_cast<size_t>(replicas(mesh))));
-  }
-  auto& bytes = found->second;
-  const auto least = std::min_element(bytes.begin(), bytes.end());
+  Written& written = written_on(*held.mesh);
+  const auto least = std::min_element(written.bytes.begin(), written.bytes.end());
   *least += held.extent.numel() * static_cast<int64_t>(c10::elementSize(held.dtype()));
-  return least - bytes.begin() == replica_of(mesh);
+  return written.replicas[static_cast<size_t>(least - written.bytes.begin())] == replica_of(*held.mesh);
+}
+
+ReplicaTurns::Written& ReplicaTurns::written_on(const Mesh& mesh) {
+  const auto found =
+      std::find_if(written_.begin(), written_.end(), [&](const auto& each) { return each.mesh == mesh; });
+  if (found != written_.end()) {
+    return *found;
+  }
+  auto replicas = seats_.replicas(mesh);
+  TORCH_INTERNAL_ASSERT(!replicas.empty()); // this rank's at least
+  std::vector<int64_t> bytes(replicas.size());
+  written_.push_back({mesh, std::move(replicas), std::move(bytes)});
+  return written_.back();
 }
 
 } // namespace fsdp::disk

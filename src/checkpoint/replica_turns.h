@@ -7,6 +7,8 @@
 
 #include <fsdp/held.h>
 
+#include "checkpoint/seats.h"
+
 namespace fsdp::disk {
 
 /// Who writes what several ranks have. Replicas of a shard take turns, so that they write about as much each; what is
@@ -14,16 +16,26 @@ namespace fsdp::disk {
 /// have to ask for the same tensors in the same order.
 class ReplicaTurns {
  public:
-  explicit ReplicaTurns(bool is_first_rank) : is_first_rank_(is_first_rank) {}
+  /// `seats`: of all ranks that write.
+  ReplicaTurns(bool is_first_rank, Seats seats) : is_first_rank_(is_first_rank), seats_(std::move(seats)) {}
 
   /// Whether it is this rank. Of one tensor under several names always the same.
   bool is_mine(const HeldTensor& held);
 
  private:
+  /// What the replicas of a mesh write.
+  struct Written {
+    Mesh mesh;
+    std::vector<int64_t> replicas; // that are there
+    std::vector<int64_t> bytes; // of each of them
+  };
+
   bool take_turn(const HeldTensor& held);
+  Written& written_on(const Mesh& mesh);
 
   bool is_first_rank_;
-  std::vector<std::pair<Mesh, std::vector<int64_t>>> bytes_{}; // that the replicas on a mesh write
+  Seats seats_;
+  std::vector<Written> written_{};
   std::unordered_map<const c10::TensorImpl*, bool> known_{};
 };
 

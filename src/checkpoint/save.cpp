@@ -1,5 +1,7 @@
 #include <fsdp/save.h>
 
+#include <utility>
+
 #include <fsdp/save_async.h>
 #include <fsdp/saved_state.h>
 
@@ -11,6 +13,7 @@
 #include "checkpoint/random_state.h"
 #include "checkpoint/run_folder.h"
 #include "checkpoint/save_of_rank.h"
+#include "checkpoint/seats.h"
 
 namespace fsdp {
 
@@ -71,6 +74,10 @@ class Save {
       of_rank = state();
       mine_.make_folder();
     });
+    Seats seats;
+    seats.add(of_rank);
+    seats.exchange(*group_, label_);
+    mine_.set_seats(std::move(seats));
   }
 
   void expect_same_everywhere() {

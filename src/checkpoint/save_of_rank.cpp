@@ -60,7 +60,7 @@ void SaveOfRank::make_folder() {
 }
 
 void SaveOfRank::begin(const StateOfRank& state) {
-  const Contents contents(rank_, step_, state);
+  const Contents contents(rank_, step_, state, seats_);
   numbers_ = contents.numbers();
   numbers_.block_bytes = block_bytes_;
   writer_.emplace(contents.pieces(), PieceFile{folder_, file_name(rank_, "safetensors"), block_bytes_});

@@ -2,12 +2,14 @@
 
 #include <optional>
 #include <string>
+#include <utility>
 
 #include <fsdp/saved_state.h>
 
 #include "checkpoint/checkpoint_index.h"
 #include "checkpoint/piece_writer.h"
 #include "checkpoint/run_folder.h"
+#include "checkpoint/seats.h"
 
 namespace fsdp::disk {
 
@@ -18,6 +20,10 @@ class SaveOfRank {
 
   /// The first rank makes the folder into which all write.
   void make_folder();
+  /// Of all ranks that save.
+  void set_seats(Seats seats) {
+    seats_ = std::move(seats);
+  }
   /// Once there is the folder.
   void begin(const StateOfRank& state);
   /// What `begin` was given may change from now on.
@@ -52,6 +58,7 @@ class SaveOfRank {
   int64_t keep_last_, block_bytes_, max_staged_bytes_;
   bool keep_staging_memory_;
   int rank_, ranks_;
+  Seats seats_{};
   CheckpointIndex numbers_{}; // without tensors
   std::optional<PieceWriter> writer_{};
   bool has_made_folder_ = false;

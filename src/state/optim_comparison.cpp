@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <set>
+#include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 
@@ -15,6 +18,24 @@ namespace {
 
 using Lines = std::vector<std::string>;
 using Names = std::vector<std::string>;
+
+constexpr const char* kDecaysApart = "decoupled_weight_decay"; // of Python's Adam
+
+/// A hyper-parameter of Python's optimizers that says how a step is worked out, or one that schedulers keep there.
+bool is_without_effect(const std::string& option) {
+  static const std::set<std::string> names{
+      "foreach",
+      "fused",
+      "capturable",
+      "differentiable",
+      "initial_lr",
+      "max_lr",
+      "min_lr",
+      "swa_lr",
+      "max_momentum",
+      "base_momentum"};
+  return names.contains(option);
+}
 
 Names sorted(Names names) {
   std::sort(names.begin(), names.end());
@@ -106,7 +127,9 @@ class Comparison {
         const auto missing = without(here, there), unexpected = without(there, here);
         lines_.push_back(phrase("group {}, missing: {}; unexpected: {}", i, join(missing), join(unexpected)));
       }
-      const auto needed = by_name_.kind().needed_tensors(*new_options(i));
+      const auto options = new_options(i);
+      compare_unknown(i, *options);
+      const auto needed = by_name_.kind().needed_tensors(*options);
       for (const auto& name : here) {
         needed_[name] = needed;
       }
@@ -135,6 +158,35 @@ class Comparison {
       }
     }
     return options;
+  }
+
+  /// What the optimizer does not have may be there, but no step may depend on it.
+  void compare_unknown(size_t group, torch::optim::OptimizerOptions& options) {
+    Values unknown = dict_.param_groups[group].options;
+    for (const auto& field : by_name_.kind().fields_of(options)) {
+      unknown.erase(field.name);
+    }
+    for (const auto& [key, value] : unknown) {
+      if (key == kDecaysApart) {
+        compare_decay(group, options, may_change_steps(value));
+      } else if (!is_without_effect(key) && may_change_steps(value)) {
+        lines_.push_back(phrase("group {} has '{}', which this optimizer does not know", group, key));
+      }
+    }
+  }
+
+  void compare_decay(size_t group, torch::optim::OptimizerOptions& options, bool is_apart) {
+    const auto fields = by_name_.kind().fields_of(options);
+    const bool decays = std::any_of(fields.begin(), fields.end(), [](const NamedField& field) {
+      return std::string_view(field.name) == "weight_decay" && may_change_steps(value_of(field));
+    });
+    if (decays && is_apart != by_name_.kind().decays_apart()) {
+      lines_.push_back(phrase(
+          "group {}: weights decay {}, and here they do not: what Python's Adam has saved goes into Adam, and what its "
+          "AdamW has into AdamW",
+          group,
+          is_apart ? "beside the step there, as AdamW has it" : "through the gradient there, as Adam has it"));
+    }
   }
 
   void compare_numbers(const NamedTensor& param, const Values& numbers) {

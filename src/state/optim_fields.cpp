@@ -1,6 +1,8 @@
 #include "state/optim_fields.h"
 
+#include <algorithm>
 #include <cmath>
+#include <type_traits>
 
 #include <ATen/core/ivalue_inl.h>
 #include <c10/util/Type.h>
@@ -153,6 +155,9 @@ class Kind final : public OptimizerKind {
   bool needs_state() const override {
     return std::is_same_v<State, AdagradParamState>;
   }
+  bool decays_apart() const override {
+    return std::is_same_v<Options, AdamWOptions>;
+  }
 };
 
 const Kind<SGDParamState, SGDOptions> kSGD;
@@ -278,6 +283,17 @@ c10::IValue value_of(const NamedField& field) {
 
 bool fits(const NamedField& field, const c10::IValue& value) {
   return std::visit(Fit{value}, field.place);
+}
+
+bool may_change_steps(const c10::IValue& value) {
+  if (value.isTuple()) {
+    const auto elements = value.toTupleRef().elements().asArrayRef();
+    return std::any_of(elements.begin(), elements.end(), &may_change_steps);
+  }
+  if (is_number(value)) {
+    return number_in(value).toDouble() != 0;
+  }
+  return !value.isNone() && !value.isString();
 }
 
 void assign(const NamedField& field, const c10::IValue& value) {

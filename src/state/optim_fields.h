@@ -37,6 +37,8 @@ class OptimizerKind {
   virtual std::vector<const char*> needed_tensors(const torch::optim::OptimizerOptions& options) const = 0;
   /// There is state before the first step, without which no step can be made.
   virtual bool needs_state() const = 0;
+  /// Weights decay beside the step, not through the gradient.
+  virtual bool decays_apart() const = 0;
 };
 
 /// An error that says why, for other optimizers.
@@ -47,6 +49,8 @@ c10::IValue value_of(const NamedField& field);
 /// Whether it is of the field's kind. Whole numbers may come as any number, and in tensors of one element, as Python's
 /// `step` does.
 bool fits(const NamedField& field, const c10::IValue& value);
+/// Of a hyper-parameter that nobody knows: it is on, or a number other than 0. A text or None changes no step.
+bool may_change_steps(const c10::IValue& value);
 /// Of what fits.
 void assign(const NamedField& field, const c10::IValue& value);
 

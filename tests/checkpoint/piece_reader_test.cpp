@@ -9,6 +9,7 @@
 #include "checkpoint/crc32c.h"
 #include "checkpoint/file.h"
 #include "checkpoint/piece_reader.h"
+#include "support/error_message.h"
 #include "support/ranks.h"
 
 namespace fsdp::testing {
@@ -35,6 +36,35 @@ TEST(PieceReader, HasFewFilesOpenHoweverManyThereAre) {
     EXPECT_TRUE(reader.read_whole("model/x").equal(torch::arange(double{kFiles}, torch::kFloat)));
     EXPECT_LE(open_files() - before, kMostOpen);
   }
+}
+
+disk::CheckpointIndex index_of_file(const std::string& folder, const at::Tensor& values) {
+  disk::write_text(folder + "/file", {static_cast<const char*>(values.const_data_ptr()), values.nbytes()});
+  disk::CheckpointIndex index;
+  index.tensors["model/x"] = {
+      values.scalar_type(), {values.numel()}, {1}, {{"file", 0, Extent::one_run(0, values.numel()), {}}}};
+  return index;
+}
+
+TEST(PieceReader, RefusesATensorThatHasNotAsManyElementsAsItsExtent) {
+  const detail::TemporaryFolder folder;
+  const auto index = index_of_file(folder.path().string(), torch::arange(8.0, torch::kFloat));
+  disk::PieceReader reader(folder.path().string(), index);
+  const HeldTensor here{
+      .sizes = {8}, .strides = {1}, .extent = Extent::one_run(0, 8), .local = torch::zeros({2}, torch::kFloat)};
+  const auto message = error_message([&] { reader.read("model/x", here); });
+  EXPECT_TRUE(contains(message, "has 8 elements of 'model/x', but the tensor for them has 2")) << message;
+}
+
+TEST(PieceReader, ReadsInTheDtypeThatIsAskedForOrInTheOneThatWasSaved) {
+  const detail::TemporaryFolder folder;
+  const at::Tensor values = torch::arange(8.0, torch::kFloat) / 3;
+  const auto index = index_of_file(folder.path().string(), values);
+  disk::PieceReader reader(folder.path().string(), index);
+  const HeldTensor here{
+      .sizes = {8}, .strides = {1}, .extent = Extent::one_run(0, 8), .local = torch::zeros({8}, torch::kBFloat16)};
+  EXPECT_TRUE(reader.read("model/x", here).local.equal(values.to(torch::kBFloat16)));
+  EXPECT_TRUE(reader.read_as_saved("model/x", here).local.equal(values));
 }
 
 } // namespace

@@ -213,6 +213,80 @@ TEST_F(Exchanged, ErrorsLeaveNothingBehind) {
   }
 }
 
+TEST_F(Exchanged, OneReplicaOfAHybridMeshIsEnough) {
+  export_safetensors(folder("one"), OddNet(1000));
+  const std::string wanted = bytes_of_file(folder("one") + kFile);
+  on_threads(4, [&] {
+    for (const Form form : {Form::kHybrid, Form::kHybridFlat}) {
+      OddNet net = make(form, 1000);
+      const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"}); // as the model's
+      const std::string dir = folder(name_of(form)) + std::to_string(mesh.coordinate(0));
+      export_safetensors(dir, net, {.group = mesh.group(1)});
+      EXPECT_EQ(bytes_of_file(dir + kFile), wanted) << dir;
+    }
+  });
+}
+
+TEST_F(Exchanged, RanksThatHaveNotAllElementsWriteNoFile) {
+  on_threads(4, [&] {
+    const auto half = init_device_mesh("cpu", {2, 2}, {"half", "rank"}).group(1);
+    OddNet net = make(Form::kRows, 1000);
+    const std::string dir = folder(std::to_string(rank() / 2));
+    const auto message = error_message([&] { export_safetensors(dir, net, {.group = half}); });
+    EXPECT_TRUE(contains(message, "these ranks have not all elements of '")) << message;
+    EXPECT_FALSE(disk::exists(dir));
+  });
+}
+
+/// Says what the first of two ranks does, and the other one.
+class ExportedDifferently : public Exported {
+ protected:
+  template <typename Action>
+  void expect_refusal(const Action& exported, const std::string& wanted) {
+    on_threads(2, [&] {
+      torch::nn::Linear model(6, 6);
+      fully_shard(model);
+      const auto message = error_message([&] { exported(model, /*first=*/rank() == 0); });
+      EXPECT_TRUE(contains(message, wanted)) << message;
+      EXPECT_FALSE(disk::exists(folder()));
+    });
+  }
+};
+
+TEST_F(ExportedDifferently, TensorsAreNamedAndNoFileIsWritten) {
+  const auto with_another = [&](torch::nn::Linear& model, bool first) {
+    if (first) {
+      model->register_buffer("seen", torch::zeros({8}));
+    }
+    export_safetensors(folder(), model);
+  };
+  const auto of_another_dtype = [&](torch::nn::Linear& model, bool first) {
+    model->register_buffer("seen", torch::zeros({8}, first ? torch::kDouble : torch::kFloat));
+    export_safetensors(folder(), model);
+  };
+  const std::string seen = "the first one has 'seen' ", in_one = " in model.safetensors and rank 1 has ";
+  expect_refusal(with_another, seen + "(Float, [8])" + in_one + "nothing else");
+  expect_refusal(of_another_dtype, seen + "(Double, [8])" + in_one + "'seen' (Float, [8])");
+}
+
+TEST_F(ExportedDifferently, OptionsAreNamedAndNoFileIsWritten) {
+  const auto under_another_name = [&](torch::nn::Linear& model, bool first) {
+    const auto name = [first](const std::string& in_model) { return (first ? "one." : "other.") + in_model; };
+    export_safetensors(folder(), model, {.name_in_files = name});
+  };
+  const auto turned = [&](torch::nn::Linear& model, bool first) {
+    const auto is_turned = [first](const std::string& name) { return first && name == "weight"; };
+    export_safetensors(folder(), model, {.transposed = is_turned});
+  };
+  const auto in_more_files = [&](torch::nn::Linear& model, bool first) {
+    export_safetensors(folder(), model, {.max_shard_bytes = first ? 100 : 1000});
+  };
+  const std::string weight = "has 'weight' (Float, [6, 6]";
+  expect_refusal(under_another_name, "rank 1 has 'other.weight' (Float, [6, 6])");
+  expect_refusal(turned, weight + ", transposed) in model.safetensors and rank 1 " + weight + ") in");
+  expect_refusal(in_more_files, weight + ") in model-00001-of-00002.safetensors and rank 1 " + weight + ")");
+}
+
 TEST_F(Exchanged, ViewsThatConjugateOrNegateAreResolved) {
   const auto make_model = [](bool views) {
     torch::nn::Linear model(3, 2);

@@ -133,6 +133,18 @@ TEST_F(Saves, AreWrittenOnceAndByAllReplicas) {
   });
 }
 
+TEST_F(Saves, AreWholeOfOneReplica) {
+  const Values values = trained_values();
+  on_threads(4, [&] {
+    TrainingRun run = make_run(Form::kHybrid, values), other = make_run(Form::kHybrid, 0.0);
+    const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"}); // as the model's
+    const std::string dir = folder() + "/" + std::to_string(mesh.coordinate(0));
+    save(dir, run.to_save(1), {.group = mesh.group(1)});
+    load(dir, other.to_load(), {.group = mesh.group(1)});
+    expect_values(other, values);
+  });
+}
+
 TEST_F(Saves, OfTiedWeightsAreWrittenOnce) {
   on_threads(2, [&] {
     TrainingRun run = make_run(Form::kRows, 1000.0);

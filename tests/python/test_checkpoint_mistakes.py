@@ -9,9 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import libfsdp
 from checkpoint_runs import Odd, Run, check_same
+from fsdp1_subjects import TORCH, quietly
 from harness import on_ranks
 from libfsdp import fully_shard
 from subjects import loss_of, seeded, whole
@@ -87,6 +91,36 @@ def test_ranks_that_are_told_different_things(folder=None):
 
 
 @on_ranks(2, comm=("shm",))
+def test_ranks_that_would_export_different_files(folder=None):
+    is_first = dist.get_rank() == 0
+
+    def refuses(words, model, **options):
+        with pytest.raises(libfsdp.Error, match=words):
+            libfsdp.export_safetensors(f"{folder}/exported", model, **options)
+        assert not os.path.exists(folder)
+
+    model = fully_shard(seeded(Odd, 1))
+    renamed = None if is_first else "other.{}".format
+    refuses("first one has 'count' .* and rank 1 has 'other.count'", model, name_in_files=renamed)
+    turned = lambda name: is_first and name == "first.weight"  # noqa: E731
+    refuses("'first.weight' .*, transposed.*rank 1 has 'first.weight'", model, transposed=turned)
+    refuses("first one has '.*-of-.*rank 1 has '.*in model.safetensors", model, max_shard_bytes=100 if is_first else 10_000)
+    if is_first:
+        model.register_buffer("seen", torch.zeros(8))
+    refuses(r"first one has 'seen' \(Float, \[8\]\) in model.safetensors and rank 1 has nothing else", model)
+
+
+@on_ranks(4, comm=("shm",))
+def test_a_group_that_lacks_elements_exports_nothing(folder=None):
+    model = fully_shard(seeded(Odd, 1))
+    half = init_device_mesh("cpu", (2, 2), mesh_dim_names=("half", "rank"))
+    mine = f"{folder}/{half.get_local_rank('half')}"
+    with pytest.raises(libfsdp.Error, match="these ranks have not all elements of '"):
+        libfsdp.export_safetensors(mine, model, process_group=half.get_group("rank"))
+    assert not os.path.exists(mine)
+
+
+@on_ranks(2, comm=("shm",))
 def test_errors_are_errors_on_all_ranks_and_change_nothing(folder=None):
     run = Run("fully_shard")
     run.step(0)
@@ -158,9 +192,47 @@ def test_what_callbacks_raise_on_one_rank_is_an_error_on_all(folder=None):
         export(raising(KeyboardInterrupt()))
     with pytest.raises(libfsdp.Error, match="a text from name_in_files for 'weight', got 3"):
         export(lambda name: 3)
-    assert os.listdir(folder) == []
+    assert not os.path.exists(folder)
     with pytest.raises(libfsdp.Error, match="'big' is, or has in it, a number that 64 bits do not hold"):
         libfsdp.save(folder, model, extra={"big": [1 << 64]})
     export(str.upper)
     dist.barrier()
     assert os.listdir(folder) == ["model.safetensors"]
+
+
+def check_refused(words, folder, model):
+    """By all that writes or reads its values."""
+    attempts = (
+        (libfsdp.save, f"{folder}/saved"),
+        (libfsdp.load, f"{folder}/plain"),
+        (libfsdp.export_safetensors, f"{folder}/exported"),
+        (libfsdp.import_safetensors, f"{folder}/plain weights"),
+    )
+    for attempt, path in attempts:
+        with pytest.raises(libfsdp.Error, match=words):
+            attempt(path, model)
+    for path in ("saved", "exported"):
+        assert not os.path.exists(f"{folder}/{path}") or os.listdir(f"{folder}/{path}") == []
+
+
+@on_ranks(2, comm=("shm",))
+def test_what_pytorchs_own_wrapper_has_cut_is_an_error(folder=None):
+    plain = nn.Sequential(nn.Linear(8, 8))
+    libfsdp.save(f"{folder}/plain", plain)
+    libfsdp.export_safetensors(f"{folder}/plain weights", plain)
+    for use_orig_params in (False, True):
+        wrapper = quietly(TORCH, nn.Linear(8, 8), use_orig_params=use_orig_params)
+        words = "was cut by PyTorch's FullyShardedDataParallel.* libfsdp.FullyShardedDataParallel, or use torch.distributed.checkpoint"
+        for model in (nn.Sequential(wrapper), nn.Sequential(wrapper.module)):
+            check_refused(words, folder, model)
+
+
+@on_ranks(6, comm=("shm",))
+def test_pieces_that_are_not_where_their_placements_have_them_are_an_error(folder=None):
+    """As PyTorch's own function leaves them where it cuts uneven parts again."""
+    plain = nn.Sequential(nn.Linear(4, 19))
+    libfsdp.save(f"{folder}/plain", plain)
+    libfsdp.export_safetensors(f"{folder}/plain weights", plain)
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 19)), mesh["tensor"], {"0": ColwiseParallel()})
+    check_refused("sizes that all these ranks divide", folder, torch_fully_shard(model, mesh=mesh["data"]))

@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import libfsdp
 from checkpoint_runs import FORMS, Odd, Run, check_same
 from harness import TIMEOUT, on_ranks
 from libfsdp import FullyShardedDataParallel, fully_shard
-from subjects import loss_of, rows, seeded, whole
+from subjects import TORCH_IS_OLD, loss_of, rows, seeded, whole
 
 
 @on_ranks(1, 3)
@@ -209,6 +210,96 @@ def test_dtensors_of_any_mesh(folder=None):
             parameter.mul_(0)
     assert libfsdp.load(of_group, model, process_group=both["tensor"].get_group()).path == path
     assert all(torch.equal(whole(value.detach()), values) for value, values in zip(model.parameters(), wanted))
+
+
+@on_ranks(4, comm=("shm",))
+def test_one_replica_writes_all_of_it(folder=None):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    group = mesh["shard"].get_group()
+    model, others = (fully_shard(seeded(Odd, seed), mesh=mesh) for seed in (1, 2))
+    optimizer, its_optimizer = (torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, others))
+    loss_of(model, torch.ones(3, 5)).backward()
+    optimizer.step()
+    wanted = {name: whole(value.detach()).clone() for name, value in model.named_parameters()}
+    moments = [whole(optimizer.state[value]["exp_avg"]) for value in model.parameters()]
+    if mesh.get_local_rank("replicate") == 0:
+        libfsdp.export_safetensors(f"{folder}/exported", model, process_group=group)
+        libfsdp.save(f"{folder}/saved", model, optimizer, process_group=group)
+    dist.barrier()
+    plain = seeded(Odd, 3)
+    libfsdp.import_safetensors(f"{folder}/exported", plain)
+    libfsdp.load(f"{folder}/saved", others, its_optimizer)
+    loaded = dict(others.named_parameters())
+    for name, value in plain.named_parameters():
+        assert torch.equal(value, wanted[name]), name
+        assert torch.equal(whole(loaded[name].detach()), wanted[name]), name
+    for value, moment in zip(others.parameters(), moments, strict=True):
+        assert torch.equal(whole(its_optimizer.state[value]["exp_avg"]), moment)
+
+
+class InFloat(torch.optim.Optimizer):
+    """Its states are float32, whatever the parameters are."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["m"] = torch.zeros_like(parameter, dtype=torch.float32).add_(1 / 3)
+
+    def load_state_dict(self, state):
+        super().load_state_dict(state)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in enumerate(parameters):
+            self.state[parameter]["m"] = state["state"][number]["m"].clone()
+
+
+@on_ranks(2, comm=("shm",))
+def test_optimizers_may_keep_the_dtype_of_their_states(folder=None):
+    for form in ("fully_shard", "flat"):
+        run, other = (Run(form, seed, lambda: Odd().bfloat16()) for seed in (1, 2))
+        run.optimizer, other.optimizer = (InFloat(each.model.parameters()) for each in (run, other))
+        run.optimizer.step()
+        run.save(f"{folder}/{form}")
+        libfsdp.load(f"{folder}/{form}", other.model, other.optimizer)
+        for parameter in other.optimizer.param_groups[0]["params"]:
+            m = other.optimizer.state[parameter]["m"]
+            values = {*whole(m).flatten().tolist()} - {0.0}  # as which what a flat one has at its end is loaded
+            assert m.dtype == torch.float32 and values == {torch.tensor(1 / 3).item()}, form
+
+
+def cut_in_two_ways(model, mesh):
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def cut_on_one_mesh(model, mesh):
+    def distribute(_name, module, mesh):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, (Replicate(), Shard(0)))))
+
+    distribute_module(model, mesh, distribute)
+    return fully_shard(model, mesh=mesh, dp_mesh_dims=libfsdp.DataParallelMeshDims(shard="data"))
+
+
+@on_ranks(6, comm=("shm",))
+def test_uneven_parts_that_are_cut_again(folder=None):
+    """Of 19 rows tensor parallel ranks have 10 and 9, and of these data parallel ones 4, 4, 2 and 3, 3, 3. Of 7 some have none."""
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("data", "tensor"))
+    for cut in (cut_in_two_ways,) if TORCH_IS_OLD else (cut_in_two_ways, cut_on_one_mesh):
+        for outputs in (19, 7):
+            make = lambda outputs=outputs: nn.Sequential(nn.Linear(4, outputs))  # noqa: E731
+            at, wanted = f"{folder}/{cut.__name__}{outputs}", seeded(make).state_dict()
+            libfsdp.save(f"{at}/whole", seeded(make))
+            model, other = cut(seeded(make, 2), mesh), seeded(make, 3)
+            libfsdp.load(f"{at}/whole", model)
+            with libfsdp.summon_full_params(model):
+                check_same({name: whole(value.detach()) for name, value in model.named_parameters()}, wanted, at)
+            libfsdp.save(f"{at}/cut", model)
+            libfsdp.load(f"{at}/cut", other)
+            check_same(other.state_dict(), wanted, at)
 
 
 @on_ranks(2, comm=("shm",))

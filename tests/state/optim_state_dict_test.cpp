@@ -289,6 +289,41 @@ TEST(OptimStateDictsErrors, SayWhatIsMissingOrOfAnotherKind) {
   });
 }
 
+// As Python's optimizers have them, in which C++'s have no such thing.
+TEST(OptimStateDictsErrors, SayWhichHyperParametersWouldChangeSteps) {
+  on_threads(1, [] {
+    Training adam(Form::kUnsharded, Kind::kAdam, 10), adamw(Form::kUnsharded, Kind::kAdamW, 10);
+    double decay = 0.1;
+    const auto load_with = [&](Training& training, const std::string& key, const c10::IValue& value) {
+      auto dict = training.state();
+      dict.param_groups[1].options["weight_decay"] = decay;
+      dict.param_groups[1].options[key] = value;
+      load_optim_state_dict(training.net, *training.optimizer, dict);
+    };
+    const auto refusal = [&](Training& training, const std::string& key, const c10::IValue& value) {
+      return error_message([&] { load_with(training, key, value); });
+    };
+    const std::string unknown = "group 1 has 'maximize', which this optimizer does not know";
+    EXPECT_TRUE(contains(refusal(adam, "maximize", true), unknown));
+    EXPECT_TRUE(contains(refusal(adam, "maximize", torch::ones({})), unknown));
+    EXPECT_TRUE(contains(refusal(adam, "factor", 0.5), "group 1 has 'factor'"));
+    EXPECT_TRUE(contains(refusal(adam, "decoupled_weight_decay", true), "1: weights decay beside the step there"));
+    EXPECT_TRUE(contains(refusal(adamw, "decoupled_weight_decay", false), "1: weights decay through the gradient"));
+    for (const char* name : {"foreach", "fused", "capturable", "differentiable"}) {
+      load_with(adam, name, true);
+    }
+    load_with(adam, "initial_lr", 0.5);
+    load_with(adam, "maximize", false);
+    load_with(adam, "foreach", c10::IValue());
+    load_with(adam, "name", "decoder");
+    load_with(adam, "decoupled_weight_decay", false);
+    load_with(adamw, "decoupled_weight_decay", true);
+    decay = 0;
+    load_with(adam, "decoupled_weight_decay", true);
+    load_with(adamw, "decoupled_weight_decay", false);
+  });
+}
+
 TEST_P(OptimStateDicts, GiveAFlatParameterOneStateWithZerosWhereItsParametersHaveNone) {
   on_threads(GetParam(), [] {
     Training whole(Form::kUnsharded, Kind::kAdam, 10), shown(Form::kShown, Kind::kAdam, 2000, 0.015);

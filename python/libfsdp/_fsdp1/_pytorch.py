@@ -5,7 +5,13 @@ from torch.distributed._state_dict_utils import _all_gather_sharded_tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import _CHECKPOINT_WRAPPED_MODULE, ActivationWrapper
 from torch.distributed.algorithms._comm_hooks import LOW_PRECISION_HOOKS
 from torch.distributed.distributed_c10d import _get_default_group
-from torch.distributed.fsdp._common_utils import FSDP_PREFIX, FSDP_WRAPPED_MODULE, TrainingState, clean_tensor_name
+from torch.distributed.fsdp._common_utils import (
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
+    TrainingState,
+    _is_fsdp_flattened,
+    clean_tensor_name,
+)
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.fsdp._wrap_utils import _auto_wrap
 
@@ -24,6 +30,7 @@ __all__ = [
     "default_group",
     "gather_sharded_tensor",
     "init_from_local_shards",
+    "is_fsdp_flattened",
     "without_checkpoint",
 ]
 
@@ -31,6 +38,7 @@ auto_wrap = _auto_wrap
 chunk_dtensor, chunk_sharded_tensor = _create_chunk_dtensor, _create_chunk_sharded_tensor
 gather_sharded_tensor = _all_gather_sharded_tensor
 default_group = _get_default_group
+is_fsdp_flattened = _is_fsdp_flattened
 
 
 def without_checkpoint(module):
