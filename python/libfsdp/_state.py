@@ -189,6 +189,8 @@ class FSDPState(_C.ModuleState):
 
     def call(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """``function(module, ...)`` through the module's boundary; ``args`` begin with the module."""
+        if self.device.type == "cuda":
+            _check_not_captured()
         inputs, kwargs = self.convert_inputs(args[1:], kwargs)
         _calls.running += 1
         try:
@@ -196,6 +198,15 @@ class FSDPState(_C.ModuleState):
         finally:
             _calls.running -= 1
         return self.convert_outputs(outputs)
+
+
+def _check_not_captured() -> None:
+    """A graph reads where parameters lay when it was made; they lie there only as long as they are whole."""
+    if torch.cuda.is_current_stream_capturing():
+        raise _C.Error(
+            "[forward] a sharded module is called while its stream is captured into a CUDA graph, which would read its "
+            "parameters where they lie now, also when other values lie there: capture only what has no sharded parameters"
+        )
 
 
 def state_of(module: nn.Module) -> FSDPState | None:

@@ -17,6 +17,7 @@ FILES = (
 ABOUT_THE_HOST = (
     "test_a_process_group_written_in_python",  # over Gloo
     "test_a_flat_parameter_moves_to_memory_that_processes_share",  # which a GPU's storage always is in
+    "test_a_model_whose_backward_is_to_come_is_used_within_another[",  # makes inputs on a thread of LibTorch's
     "test_autocast[",  # of the CPU
     "test_from_group[",  # of Gloo
     "test_hooks_that_change_what_is_saved",  # make values on the host

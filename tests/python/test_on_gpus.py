@@ -201,3 +201,16 @@ def test_streams_of_the_program():
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         check_training(model, reference, loss_of, (5,), exact=True, steps=4)
+
+
+@on_gpu_ranks(1, 2)
+def test_a_capture_into_a_graph_is_an_error():
+    model, x = shard_with(fully_shard, seeded(mlp)), mine(rows(0, 5))
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        model(x)
+    torch.cuda.synchronize()
+    with pytest.raises(libfsdp.Error, match="captured into a CUDA graph"), torch.no_grad():
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+            model(x)
+    check_training(model, seeded(mlp), loss_of, (5,), exact=True)
