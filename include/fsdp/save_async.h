@@ -44,6 +44,9 @@ namespace saved_state {
 FSDP_API PendingSave save_async(
     const std::string& dir, int64_t step, const std::function<StateOfRank()>& state, const SaveOptions& options = {});
 
+/// For what this process writes: `exit` does so by itself, and `_exit`, with which some of Python's processes end, not.
+FSDP_API void wait_for_all();
+
 } // namespace saved_state
 
 } // namespace fsdp

@@ -244,6 +244,7 @@ void bind_saved_state(py::module_& m) {
       py::arg("max_staged_bytes"),
       py::arg("keep_staging_memory"),
       py::arg("group"));
+  m.def("wait_for_all_saves", &saved_state::wait_for_all, NoGil());
   m.def(
       "load",
       [](const std::string& dir,

@@ -258,6 +258,7 @@ def save_async(
     keep_staging_memory: bool,
     group: Group,
 ) -> PendingSave: ...
+def wait_for_all_saves() -> None: ...
 
 # `target` has the methods `model()`, `prepare(read, optimizer)` and `take_over()`.
 def load(

@@ -1,6 +1,8 @@
 """Checkpoints on disk, and weights for other programs: the files of the C++ library."""
 
 import dataclasses
+import functools
+import multiprocessing.util
 import os
 import types
 from collections.abc import Callable
@@ -98,9 +100,16 @@ def save_async(
     device = _device_of(model)
     group = _group(process_group, device)
     staging = max_staged_bytes, keep_staging_memory
+    _wait_at_the_end_of(os.getpid())
     with Callbacks() as called:
         state = called(_state_of(model, optimizer, extra, device, process_group))
         return PendingSave(_C.save_async(os.fspath(folder), step, state, keep_last, block_bytes, *staging, group))
+
+
+@functools.cache
+def _wait_at_the_end_of(process: int) -> None:
+    """Children that ``multiprocessing`` forks end with ``_exit``, which calls nothing but these."""
+    multiprocessing.util.Finalize(None, _C.wait_for_all_saves, exitpriority=0)
 
 
 def latest(folder: Path) -> str | None:

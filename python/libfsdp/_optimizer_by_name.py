@@ -88,7 +88,8 @@ class OptimizerByName:
         parts = {name: each.part for name, each in own.items() if each.part is not None}
         if not parts:
             return given.get(next(iter(own)), {})
-        return join(next(iter(parts.values())).flat, parts, _of_one_dtype({name: given.get(name, {}) for name in parts}))
+        states = {name: given.get(name, {}) for name in parts}
+        return join(next(iter(parts.values())).flat, parts, _of_one_dtype(_with_numbers(states)))
 
     def _check(self, states: list, groups: list) -> None:
         mine, wrong = self._optimizer.param_groups, []
@@ -115,6 +116,13 @@ class OptimizerByName:
                 wrong.append(f"group {number} has {strange}, which this {type(self._optimizer).__name__} does not know")
         if wrong:
             raise _C.Error(_ANOTHER.format("\n".join(wrong)))
+
+
+def _with_numbers(states: dict[str, State]) -> dict[str, State]:
+    """Those that have no state get another's numbers: what becomes one parameter takes one step."""
+    first = next((state for state in states.values() if state), {})
+    numbers = {key: None if isinstance(value, torch.Tensor) else value for key, value in first.items()}
+    return {name: state or numbers for name, state in states.items()}
 
 
 def _of_one_dtype(states: dict[str, State]) -> dict[str, State]:

@@ -304,7 +304,7 @@ void BackgroundSave::let_go() {
 
 void BackgroundSave::warn_of_error() {
   const std::lock_guard lock(mutex_);
-  if (is_told_) {
+  if (getpid() != process_ || std::exchange(is_told_, true)) {
     return;
   }
   if (!error_.empty()) {
@@ -320,6 +320,7 @@ void BackgroundSave::warn_of_error() {
 void BackgroundSave::wait_for_all() {
   for (const auto& save : last_saves().all()) {
     save->wait_for_end();
+    save->warn_of_error();
   }
 }
 

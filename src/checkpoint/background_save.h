@@ -39,6 +39,8 @@ class BackgroundSave {
   static void settle(const std::shared_ptr<Group>& group);
   /// An Error if this rank is, with another group, writing into the run's folder.
   static void expect_settled(const std::string& run, const char* operation);
+  /// For what this process writes.
+  static void wait_for_all();
 
  private:
   /// How far this rank is. Each of them tells the others.
@@ -66,7 +68,6 @@ class BackgroundSave {
   void conclude(const std::vector<std::string>& states);
   void wait_for_end();
   void warn_of_error();
-  static void wait_for_all();
 
   SaveOfRank save_;
   std::shared_ptr<Group> group_; // until it is let go of

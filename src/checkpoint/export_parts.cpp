@@ -1,9 +1,7 @@
 #include "checkpoint/export_parts.h"
 
-#include <algorithm>
 #include <cstring>
 #include <map>
-#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -27,16 +25,7 @@ std::vector<ExportPart> from_bytes(const std::string& bytes) {
   return parts;
 }
 
-void leave_out_repeated(Extents& extents) {
-  const auto numbers = [](const Extent& extent) {
-    return std::tuple(extent.first, extent.run, extent.stride, extent.count);
-  };
-  std::sort(extents.begin(), extents.end(), [&](const auto& a, const auto& b) { return numbers(a) < numbers(b); });
-  extents.erase(std::unique(extents.begin(), extents.end()), extents.end());
-}
-
-IndexedTensor indexed(const StoredTensor& tensor, Extents extents) {
-  leave_out_repeated(extents);
+IndexedTensor indexed(const StoredTensor& tensor, const Extents& extents) {
   IndexedTensor whole{.dtype = tensor.dtype, .sizes = tensor.sizes};
   for (const auto& extent : extents) {
     whole.pieces.push_back({.extent = extent});
@@ -61,11 +50,11 @@ void check_complete(const std::vector<ExportFile>& files, const std::vector<std:
   for (size_t file = 0; file < files.size(); ++file) {
     const auto& tensors = files[file].header.tensors;
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const IndexedTensor tensor = indexed(tensors[i], std::move(written[{file, i}]));
+      const IndexedTensor tensor = indexed(tensors[i], written[{file, i}]);
       FSDP_CHECK(
           covers(tensor, Extent::one_run(0, tensor.numel())),
-          "[export_safetensors] these ranks have not all elements of '{}': export on all ranks of its mesh, or on "
-          "those of one replica",
+          "[export_safetensors] these ranks have not all elements of '{}', or some of them twice: export on all ranks of "
+          "its mesh, or on those of one replica",
           tensors[i].name);
     }
   }

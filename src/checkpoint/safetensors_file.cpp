@@ -8,19 +8,18 @@ namespace fsdp::disk {
 
 namespace {
 
-constexpr int64_t kLengthBytes = 8; // of the number before the header
 constexpr int64_t kLongestHeader = 100'000'000; // as other readers have it
 
 int64_t header_bytes(const File& file) {
   FSDP_CHECK(
-      file.size() >= kLengthBytes,
+      file.size() >= kSafetensorsLengthBytes,
       "[safetensors] {} has {} bytes, which is too short for a safetensors file",
       file.path(),
       file.size());
   uint64_t bytes = 0;
-  file.read(0, &bytes, kLengthBytes);
+  file.read(0, &bytes, kSafetensorsLengthBytes);
   FSDP_CHECK(
-      bytes <= static_cast<uint64_t>(file.size() - kLengthBytes) && bytes <= kLongestHeader,
+      bytes <= static_cast<uint64_t>(file.size() - kSafetensorsLengthBytes) && bytes <= kLongestHeader,
       "[safetensors] {} has {} bytes, and would have a header of {}: it is cut short, damaged, or no safetensors file",
       file.path(),
       file.size(),
@@ -30,15 +29,15 @@ int64_t header_bytes(const File& file) {
 
 SafetensorsHeader read_header(const File& file, int64_t bytes) {
   std::string text(static_cast<size_t>(bytes), '\0');
-  file.read(kLengthBytes, text.data(), bytes);
-  return parse_safetensors_header(text, file.size() - kLengthBytes - bytes, file.path());
+  file.read(kSafetensorsLengthBytes, text.data(), bytes);
+  return parse_safetensors_header(text, file.size() - kSafetensorsLengthBytes - bytes, file.path());
 }
 
 } // namespace
 
 SafetensorsFile::SafetensorsFile(const std::string& path, File::Links links) : file_(File::open(path, links)) {
   const int64_t bytes = header_bytes(file_);
-  data_ = kLengthBytes + bytes;
+  data_ = kSafetensorsLengthBytes + bytes;
   header_ = read_header(file_, bytes);
   for (size_t i = 0; i < header_.tensors.size(); ++i) {
     by_name_[header_.tensors[i].name] = i;
@@ -63,10 +62,10 @@ void SafetensorsFile::read(const StoredTensor& tensor, int64_t offset, void* to,
 SafetensorsWriter::SafetensorsWriter(const std::string& path, SafetensorsHeader header)
     : header_(std::move(header)),
       text_(lay_out_safetensors(header_, path)),
-      data_(kLengthBytes + static_cast<int64_t>(text_.size())),
+      data_(kSafetensorsLengthBytes + static_cast<int64_t>(text_.size())),
       file_(File::create(path)) {
   const uint64_t bytes = text_.size();
-  file_.write(&bytes, kLengthBytes);
+  file_.write(&bytes, kSafetensorsLengthBytes);
   file_.write(text_.data(), static_cast<int64_t>(bytes));
 }
 

@@ -127,7 +127,7 @@ std::string lay_out_safetensors(SafetensorsHeader& header, const std::string& pa
     entries.push_back(entry_of(tensor, path));
   }
   std::string text = "{" + join(entries, ",") + "}";
-  text.append((kAlignment - text.size() % kAlignment) % kAlignment, ' ');
+  text.append((kAlignment - (kSafetensorsLengthBytes + text.size()) % kAlignment) % kAlignment, ' ');
   return text;
 }
 

@@ -10,6 +10,8 @@
 
 namespace fsdp::disk {
 
+constexpr int64_t kSafetensorsLengthBytes = 8; // of the number before the header
+
 /// A tensor in a safetensors file, whose elements lie there row by row.
 struct StoredTensor {
   std::string name{};

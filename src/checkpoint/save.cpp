@@ -134,6 +134,10 @@ std::string save(const std::string& dir, const StateToSave& state, const SaveOpt
       dir, state.step, [&] { return of_this_rank(state); }, options);
 }
 
+void saved_state::wait_for_all() {
+  BackgroundSave::wait_for_all();
+}
+
 PendingSave save_async(const std::string& dir, const StateToSave& state, const SaveOptions& options) {
   return saved_state::save_async(
       dir, state.step, [&] { return of_this_rank(state); }, options);

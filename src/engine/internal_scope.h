@@ -7,6 +7,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include "engine/tenant.h"
 
@@ -25,7 +26,45 @@ class NoInferenceMode {
   std::optional<c10::InferenceMode> left_;
 };
 
-/// The engine's own operators: not recorded (and no views of anything, to autograd), not cast, and no touches.
+/// Takes a program's modes of torch_dispatch off a thread, if it has any: they are for the program's operators, and some
+/// (selective checkpoints) count these. Those that torch traces with stay.
+class NoDispatchModes {
+ public:
+  NoDispatchModes() {
+    if (has_any()) {
+      callers_ = Modes::get_state();
+      take_off();
+    }
+  }
+  ~NoDispatchModes() {
+    put_back();
+  }
+  NoDispatchModes(const NoDispatchModes&) = delete;
+  NoDispatchModes& operator=(const NoDispatchModes&) = delete;
+
+  void take_off() const {
+    while (has_any()) {
+      Modes::pop_stack();
+    }
+  }
+  void put_back() const {
+    if (callers_) {
+      Modes::set_state(*callers_);
+    }
+  }
+
+ private:
+  using Modes = c10::impl::TorchDispatchModeTLS;
+
+  static bool has_any() {
+    return Modes::any_modes_set(/*skip_infra_modes=*/true);
+  }
+
+  std::optional<Modes> callers_;
+};
+
+/// The engine's own operators: not recorded (and no views of anything, to autograd), not cast, no touches, and seen by
+/// no mode.
 class InternalScope {
  public:
   InternalScope() : no_touch_(keys()) {
@@ -53,6 +92,7 @@ class InternalScope {
   }
 
   c10::impl::LocalDispatchKeySet callers_ = c10::impl::tls_local_dispatch_key_set(); // taken before the guards below
+  NoDispatchModes modes_;
   NoInferenceMode no_inference_; // what is made here may be trained later
   c10::AutoGradMode grad_mode_{false};
   c10::impl::ExcludeDispatchKeyGuard no_touch_;
@@ -63,8 +103,15 @@ class UserScope {
  public:
   UserScope()
       : engine_(std::exchange(InternalScope::outermost(), nullptr)),
-        restored_(engine_ != nullptr ? engine_->callers_ : c10::impl::tls_local_dispatch_key_set()) {}
+        restored_(engine_ != nullptr ? engine_->callers_ : c10::impl::tls_local_dispatch_key_set()) {
+    if (engine_ != nullptr) {
+      engine_->modes_.put_back();
+    }
+  }
   ~UserScope() {
+    if (engine_ != nullptr) {
+      engine_->modes_.take_off();
+    }
     InternalScope::outermost() = engine_;
   }
   UserScope(const UserScope&) = delete;

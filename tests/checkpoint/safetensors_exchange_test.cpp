@@ -238,6 +238,20 @@ TEST_F(Exchanged, RanksThatHaveNotAllElementsWriteNoFile) {
   });
 }
 
+TEST_F(Exchanged, ModelsThatAreNotOneWriteNoFile) {
+  on_threads(4, [&] {
+    const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+    torch::nn::Linear alone(6, 6);
+    fully_shard(alone, {.mesh = mesh["shard"]}); // as where replicas train on by themselves
+    const auto message = error_message([&] { export_safetensors(folder(), alone); });
+    EXPECT_TRUE(contains(message, "or some of them twice")) << message;
+    EXPECT_FALSE(disk::exists(folder()));
+    const auto dir = folder(std::to_string(mesh.coordinate(0)));
+    export_safetensors(dir, alone, {.group = mesh.group(1)});
+    EXPECT_TRUE(disk::exists(dir + kFile));
+  });
+}
+
 /// Says what the first of two ranks does, and the other one.
 class ExportedDifferently : public Exported {
  protected:

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import libfsdp
 from checkpoint_runs import FORMS, Odd, Run, check_same
-from harness import TIMEOUT, on_ranks
+from harness import TIMEOUT, on_ranks, run_program
 from libfsdp import FullyShardedDataParallel, fully_shard
 from subjects import TORCH_IS_OLD, loss_of, rows, seeded, whole
 
@@ -132,6 +132,24 @@ def test_the_state_of_every_optimizer_goes_on(folder=None):
                     assert getattr(its, "dtype", None) == getattr(value, "dtype", None), what
             for step in (1, 2):
                 assert torch.equal(run.step(step), other.step(step)), f"{form} {kind}"
+
+
+class PartlyUsed(Odd):
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.ones(3))
+
+
+@on_ranks(1, 2, comm=("shm",))
+def test_parameters_without_a_state_become_part_of_a_flat_one(folder=None):
+    run, other = (Run(form, seed, PartlyUsed) for seed, form in enumerate(("fully_shard", "flat")))
+    run.step(0)
+    assert run.model.unused not in run.optimizer.state
+    run.save(folder)
+    libfsdp.load(folder, other.model, other.optimizer)
+    wanted, got = run.values(), other.values()
+    assert got["unused step"] == 1 and not got["unused exp_avg"].any() and not got["unused exp_avg_sq"].any()
+    check_same({name: value for name, value in got.items() if name in wanted}, wanted)
 
 
 @on_ranks(2, comm=("shm",))
@@ -382,6 +400,25 @@ def run_on_ranks(function, ranks, means="shm", **arguments):
     from harness import run
 
     run(function, ranks, means, arguments)
+
+
+ENDS_WITHOUT_WAITING = """
+import sys
+import torch.distributed as dist
+import libfsdp
+from torch import nn
+
+dist.init_process_group("gloo")
+model = libfsdp.fully_shard(nn.Linear(2048, 4096))
+sys.kept = libfsdp.save_async(sys.argv[1], model)
+"""
+
+
+def test_a_process_that_multiprocessing_forked_ends_when_its_checkpoint_is_there(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(ENDS_WITHOUT_WAITING)
+    run_program(program, 2, tmp_path / "run")
+    assert libfsdp.latest(tmp_path / "run") == str(tmp_path / "run" / "step-00000000")
 
 
 def test_a_run_that_python_begins_goes_on_in_cpp_and_back(tmp_path):

@@ -2,6 +2,9 @@
 
 import copy
 import functools
+import types
+import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp1_subjects import BOTH, FSDP, TORCH, blocks, loss_of, quietly, reference_backward, wrapped
 from harness import on_ranks
+from libfsdp import _C
+from libfsdp._fsdp1 import optimizer_states
 from subjects import mine, rows, seeded
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -374,6 +379,27 @@ def test_another_group_than_the_world():
     with of_type(model, FULL, None, FullOptimStateDictConfig(rank0_only=True)):
         type(model).optim_state_dict_to_load(model, optimizer, state, load_directly=True, group=pair)
     check_same_states(optimizer.state_dict(), before, rtol=0, atol=0)
+
+
+@on_ranks(2, comm=("shm",))
+def test_ranks_that_do_not_want_a_state_keep_none_of_it():
+    model = wrapped(seeded(blocks), FSDP)
+    optimizer = ADAM(model.parameters())
+    train(model, optimizer, range(1))
+    gathered, most = [], 0
+
+    def full_tensors(*arguments):
+        nonlocal most
+        wholes = _C.full_tensors(*arguments)
+        gathered.extend(weakref.ref(whole) for whole in wholes)
+        most = max(most, sum(each() is not None for each in gathered) - len(wholes))
+        return wholes
+
+    counting = types.SimpleNamespace(**{**vars(_C), "full_tensors": full_tensors})
+    with mock.patch.object(optimizer_states, "_C", counting):
+        state = saved(model, optimizer, FULL, FullOptimStateDictConfig(rank0_only=True))
+    assert len(gathered) > 3
+    assert (most > 0, len(state) > 0) == ((True, True) if dist.get_rank() == 0 else (False, False)), most
 
 
 @on_ranks(2, comm=("shm",))

@@ -83,7 +83,7 @@ def by_names(
             states.update(_split(originals[param], given["state"][key]))
     whole: dict[str, State] = {}
     for wrapper, own in _by_wrapper(model, originals).items():
-        whole.update(whole_states(wrapper, own, states, in_rows, offload_to_cpu))
+        whole.update(whole_states(wrapper, own, states, in_rows, offload_to_cpu, wanted))
     if not wanted:
         return {}
     names = {name: sharded for own in originals.values() for name, sharded in own.items()}

@@ -52,8 +52,10 @@ def whole_states(
     states: dict[str, State],
     in_rows: bool,
     offload_to_cpu: bool,
+    wanted: bool,
 ) -> dict[str, State]:
-    """Of a wrapper's parameters by name, whole or in rows. Collective: once for each kind of state."""
+    """Of a wrapper's parameters by name, whole or in rows. Collective: once for each kind of state. A rank that does not want
+    them keeps none."""
     outlines = [Outline.of(sharded, states.get(name, {})) for name, sharded in own.items()]
     is_cut = wrapper.sharding_strategy is not ShardingStrategy.NO_SHARD
     of_ranks = _exchanged(outlines, wrapper.process_group) if is_cut else [outlines]
@@ -63,9 +65,12 @@ def whole_states(
     for kind in dict.fromkeys(kind for state in merged.values() for kind in state):
         names = [name for name, state in merged.items() if isinstance(state.get(kind), Cut)]
         pieces = [(own[name].handle, _piece(own[name], states.get(name, {}), kind, merged[name][kind])) for name in names]
-        for name, whole in zip(names, _C.full_tensors(pieces, device), strict=True):
+        wholes = dict(zip(names, _C.full_tensors(pieces, device), strict=True))
+        if not wanted:
+            wholes.clear()
+        for name, whole in wholes.items():
             merged[name][kind] = rows_of(whole, wrapper, offload_to_cpu) if in_rows else whole
-    return {name: state for name, state in merged.items() if state}
+    return {name: state for name, state in merged.items() if state and wanted}
 
 
 def part_of_state(sharded: Sharded, name: str, state: State, wrapper: "FullyShardedDataParallel") -> State:
