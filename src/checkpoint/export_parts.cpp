@@ -53,8 +53,8 @@ void check_complete(const std::vector<ExportFile>& files, const std::vector<std:
       const IndexedTensor tensor = indexed(tensors[i], written[{file, i}]);
       FSDP_CHECK(
           covers(tensor, Extent::one_run(0, tensor.numel())),
-          "[export_safetensors] these ranks have not all elements of '{}', or some of them twice: export on all ranks of "
-          "its mesh, or on those of one replica",
+          "[export_safetensors] these ranks have not all elements of '{}', or some of them twice: export on all ranks "
+          "of its mesh, or on those of one replica",
           tensors[i].name);
     }
   }

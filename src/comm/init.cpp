@@ -100,13 +100,19 @@ c10::Device use_device(c10::Device device, int local_rank) {
 }
 
 void require_same_options(Rendezvous& rendezvous, const InitOptions& options, c10::DeviceType type) {
-  const auto mine = phrase("backend='{}' on {}", options.backend, type);
+  const auto check_order = env::flag("FSDP_CHECK_ORDER");
+  const auto mine = phrase(
+      "backend='{}' on {}, FSDP_CHECK_ORDER={}",
+      options.backend,
+      type,
+      check_order ? std::to_string(*check_order) : "(unset)");
   const auto all = rendezvous.exchange(mine);
   const auto other = std::find_if(all.begin(), all.end(), [&](const auto& text) { return text != mine; });
   FSDP_CHECK(
       other == all.end(),
-      "[init] expected the same backend and kind of device on all ranks, but this rank has {} and rank {} has {}; pass "
-      "the same InitOptions everywhere",
+      "[init] expected the same backend, kind of device and FSDP_CHECK_ORDER on all ranks, but this rank has {} and "
+      "rank {} "
+      "has {}; pass the same InitOptions, and set the same variables, everywhere",
       mine,
       other - all.begin(),
       *other);
@@ -117,7 +123,8 @@ void warn_if_on_one_host(const Exchange& exchange) {
   if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; })) {
     log::warn(
         "the ranks are on one host but cannot read each other's memory, so they talk over Gloo, which is several times "
-        "slower; start them in one pid namespace, as one user, without a limit on file sizes (ulimit -f)");
+        "slower; start them in one pid namespace, as one user, without limits on file sizes and addresses (ulimit -f, "
+        "ulimit -v)");
   }
 }
 

@@ -32,6 +32,11 @@ void require_own(const fs::path& path) {
       path.string());
 }
 
+void withdraw(const fs::path& file) {
+  std::error_code gone_already;
+  fs::remove(file, gone_already);
+}
+
 } // namespace
 
 fs::path port_file(const std::string& job) {
@@ -46,7 +51,13 @@ void publish_port(const std::string& job, uint16_t port) {
   require_own(folder());
   const fs::path path = port_file(job);
   const fs::path unfinished = phrase("{}.{}", path.string(), getpid());
-  std::ofstream(unfinished) << port << '\n';
+  std::ofstream file(unfinished);
+  file << port << '\n';
+  file.close();
+  if (!file) {
+    withdraw(unfinished);
+    fail("[init] rank 0 could not write {}: free space there, or set MASTER_PORT on all ranks", unfinished.string());
+  }
   fs::rename(unfinished, path);
 }
 
@@ -61,8 +72,7 @@ std::optional<uint16_t> published_port(const std::string& job) {
 }
 
 void withdraw_port(const std::string& job) {
-  std::error_code gone_already;
-  fs::remove(port_file(job), gone_already);
+  withdraw(port_file(job));
 }
 
 } // namespace fsdp

@@ -26,8 +26,8 @@ class NoInferenceMode {
   std::optional<c10::InferenceMode> left_;
 };
 
-/// Takes a program's modes of torch_dispatch off a thread, if it has any: they are for the program's operators, and some
-/// (selective checkpoints) count these. Those that torch traces with stay.
+/// Takes a program's modes of torch_dispatch off a thread, if it has any: they are for the program's operators, and
+/// some (selective checkpoints) count these. Those that torch traces with stay.
 class NoDispatchModes {
  public:
   NoDispatchModes() {

@@ -347,6 +347,20 @@ TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
   });
 }
 
+TEST(C10dForeign, RanksOfWhichSomeCheckTheOrderAreTold) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    if (launch.rank == 1) {
+      setenv("FSDP_CHECK_ORDER", "1", /*overwrite=*/1);
+    }
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto group = Group::from(make_process_group(rendezvous, launch, &as_it_is));
+    const std::string message = comm_error([&] { group->barrier(kTest); });
+    EXPECT_TRUE(mentions(message, "must have the same FSDP_CHECK_ORDER")) << message;
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 TEST(C10dForeign, TheFirstCollectivesAreCheckedWithoutBeingAsked) {
   on_processes(2, [] {
     const Launch launch = read_launch();

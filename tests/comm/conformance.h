@@ -390,6 +390,24 @@ TEST_P(Conformance, AllReduceCombinesAllRanks) {
   });
 }
 
+TEST_P(Conformance, MaximaAndMinimaOfWhatIsNoNumberAreNoNumbers) {
+  run([](const GroupPointer& group) {
+    const int64_t size = group->size();
+    for (const int64_t numel : {size, 30'000 * size}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kBFloat16}) {
+        for (const ReduceOp op : {ReduceOp::kMax, ReduceOp::kMin}) {
+          at::Tensor tensor = at::ones({numel}, dtype);
+          const at::Tensor missing = at::arange(numel).remainder(size).eq(group->rank()); // somewhere on each rank
+          tensor.masked_fill_(missing, std::numeric_limits<double>::quiet_NaN());
+          group->all_reduce(tensor, op, 1, kTest)->wait();
+          EXPECT_TRUE(tensor.isnan().all().item<bool>()) << numel << c10::toString(dtype);
+        }
+      }
+    }
+    group->barrier(kTest);
+  });
+}
+
 TEST_P(Conformance, AllReducesMayBeInFlight) {
   run([](const GroupPointer& group) {
     std::vector<at::Tensor> tensors;

@@ -308,6 +308,20 @@ TEST(Init, DifferentOptionsOnTheRanksAreAnError) {
   });
 }
 
+TEST(Init, RanksOfWhichSomeCheckTheOrderAreTold) {
+  for (const char* setting : {"0", "1"}) {
+    on_processes(2, [setting] {
+      if (process_rank() == 1) {
+        setenv("FSDP_CHECK_ORDER", setting, /*overwrite=*/1);
+      }
+      const auto message = error_message([] { init({.backend = "gloo", .device = "cpu"}); });
+      EXPECT_TRUE(contains(message, "FSDP_CHECK_ORDER=(unset)")) << message;
+      EXPECT_TRUE(contains(message, phrase("FSDP_CHECK_ORDER={}", setting))) << message;
+      FileExchange(process_folder(), process_rank(), 2)(""); // so that nobody is found dead
+    });
+  }
+}
+
 TEST(Init, AMissingRankIsNamed) {
   on_processes(3, [] {
     if (process_rank() == 2) {

@@ -3,6 +3,7 @@
 #include <array>
 #include <chrono>
 #include <csignal>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <sstream>
@@ -10,6 +11,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -358,6 +360,20 @@ TEST(Rendezvous, TheOthersHearWhyOneDoesNotCome) {
       FileExchange(process_folder(), process_rank(), 3)(""); // so that nobody is found dead
     });
   }
+}
+
+// As on a full disk.
+TEST(Rendezvous, APortThatCannotBeWrittenIsAnErrorAtOnce) {
+  on_processes(1, [] {
+    signal(SIGXFSZ, SIG_IGN);
+    const rlimit none{.rlim_cur = 0, .rlim_max = 0};
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
+    const std::string job = process_folder().string();
+    const auto message = error_message([&] { publish_port(job, /*port=*/1); });
+    EXPECT_TRUE(contains(message, "could not write")) << message;
+    EXPECT_TRUE(contains(message, "MASTER_PORT")) << message;
+    EXPECT_FALSE(std::filesystem::exists(port_file(job)));
+  });
 }
 
 // Whose rank 0 was killed.

@@ -185,6 +185,12 @@ TEST(Processes, WithoutFileDescriptorsNobodyHasEnded) {
   EXPECT_FALSE(said);
 }
 
+int status_of(pid_t child) {
+  int status = -1;
+  waitpid(child, &status, 0);
+  return status;
+}
+
 TEST(Arena, AForkedChildHasItsOwnMemory) {
   with_arena([](Arena& arena) {
     at::Tensor tensor = at::ones({1 << 18});
@@ -194,11 +200,14 @@ TEST(Arena, AForkedChildHasItsOwnMemory) {
       tensor.fill_(7);
       const at::Tensor fresh = at::ones({1 << 18});
       const bool elsewhere = !arena.contains(fresh.data_ptr());
-      _exit(inherited && elsewhere && fresh.add(tensor).eq(8).all().item<bool>() ? 0 : 1);
+      const bool adds_up = fresh.add(tensor).eq(8).all().item<bool>();
+      const pid_t childs_child = fork();
+      if (childs_child == 0) {
+        _exit(tensor.eq(7).all().item<bool>() ? 0 : 1);
+      }
+      _exit(inherited && elsewhere && adds_up && status_of(childs_child) == 0 ? 0 : 1);
     }
-    int status = 0;
-    waitpid(child, &status, 0);
-    EXPECT_EQ(status, 0);
+    EXPECT_EQ(status_of(child), 0);
     EXPECT_TRUE(tensor.eq(1).all().item<bool>()) << "the child's writes came through";
   });
 }

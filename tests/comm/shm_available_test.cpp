@@ -1,7 +1,14 @@
 #include <fsdp/group.h>
 
-#include <gtest/gtest.h>
+#include <fstream>
+#include <functional>
 
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "comm/shm/arena.h"
 #include "comm/shm_backends.h"
 
 namespace fsdp::testing {
@@ -35,6 +42,41 @@ TEST(ShmAvailable, FalseOnEveryRankIfOneIsElsewhere) {
 // As in dry runs, with a process group that moves nothing.
 TEST(ShmAvailable, FalseWhereNobodyElseAnswers) {
   EXPECT_FALSE(shm_available([](const std::string& mine) { return std::vector<std::string>(4, mine); }));
+}
+
+std::vector<std::string> alone(const std::string& mine) {
+  return {mine};
+}
+
+TEST(ShmAvailable, FalseInAForkedChildOfARank) {
+  on_processes(1, [] {
+    EXPECT_TRUE(shm_available(&alone));
+    const pid_t child = fork();
+    if (child == 0) {
+      _exit(shm_available(&alone) ? 1 : 0);
+    }
+    int status = -1;
+    waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  });
+}
+
+size_t addresses_in_use() {
+  size_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+}
+
+// A scheduler's limit on addresses, in which one arena fits, and no two.
+TEST(ShmAvailable, FalseWhereTheArenasOfAllRanksDoNotFit) {
+  on_processes(2, [] {
+    FileExchange exchange(process_folder(), process_rank(), 2);
+    EXPECT_TRUE(shm_available(std::ref(exchange)));
+    const rlim_t most = addresses_in_use() + shm::Arena::of_process().id().bytes / 2;
+    const rlimit few{.rlim_cur = most, .rlim_max = most};
+    ASSERT_EQ(setrlimit(RLIMIT_AS, &few), 0);
+    EXPECT_FALSE(shm_available(std::ref(exchange)));
+  });
 }
 
 } // namespace

@@ -1,6 +1,10 @@
+#include <csignal>
+#include <string>
 #include <thread>
 
 #include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
@@ -45,6 +49,38 @@ TEST(ShmWaits, ThreadsSleepUntilTheOthersCome) {
 
 TEST(ShmWaits, ProcessesSleepUntilTheOthersCome) {
   on_processes(3, [] { expect_sleeps(join_processes(process_folder())); });
+}
+
+/// From a process of its own, which both are stopped by and go on by.
+pid_t stop_for_a_while(const std::vector<std::string>& processes) {
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const auto& [number, seconds] : {std::pair{SIGSTOP, 4}, std::pair{SIGCONT, 0}}) {
+      for (const auto& process : processes) {
+        kill(std::stoi(process), number);
+      }
+      std::this_thread::sleep_for(std::chrono::seconds(seconds));
+    }
+    _exit(0);
+  }
+  return child;
+}
+
+// Rank 0 waits for rank 1, which is late by a moment of time in which they run.
+TEST(ShmWaits, TimeInWhichAllAreStoppedDoesNotCount) {
+  on_processes(2, [] {
+    FileExchange exchange(process_folder(), process_rank(), 2);
+    ShmOptions options;
+    options.timeout = std::chrono::seconds(3);
+    const auto processes = exchange(std::to_string(getpid()));
+    const auto group = shm_group(process_rank(), 2, exchange, options);
+    if (process_rank() == 1) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(200)); // the other one waits
+      const pid_t child = stop_for_a_while(processes);
+      waitpid(child, nullptr, 0);
+    }
+    group->barrier(kTest);
+  });
 }
 
 } // namespace

@@ -150,7 +150,8 @@ std::unique_ptr<Work> start_all_reduce(
   if (on_host && takes_one_exchange(tensor, channel->size())) {
     return std::make_unique<GatheredAllReduce>(channel, std::move(tensor), op, divide_by, label);
   }
-  if (on_host && !host_backends_combine(tensor.scalar_type())) {
+  const bool loses_nans = op != ReduceOp::kSum; // as Gloo does
+  if (on_host && (loses_nans || !host_backends_combine(tensor.scalar_type()))) {
     return std::make_unique<PartedAllReduce>(std::move(channel), std::move(tensor), op, divide_by, label);
   }
   return std::make_unique<BackendAllReduce>(channel, std::move(tensor), op, divide_by, label);

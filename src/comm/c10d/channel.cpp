@@ -181,7 +181,7 @@ void Channel::check_order(const CollectiveId& id, int64_t bytes) {
   if (!check_order_.value_or(id.number < kCheckedAtFirst)) {
     return;
   }
-  const at::Tensor mine = order_record(id, bytes, control_device_);
+  const at::Tensor mine = order_record(id, bytes, control_device_, check_order_);
   const at::Tensor sent = mine.to(control_device_, /*non_blocking=*/true);
   const at::Tensor received = sent.new_empty({size_ * sent.numel()});
   Pending(

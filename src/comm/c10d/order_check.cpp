@@ -14,10 +14,13 @@
 namespace fsdp::adapter {
 namespace {
 
+constexpr int64_t kUnset = -1;
+
 /// As it travels. Texts are cut off, and unused bytes are zero, so records can be compared byte by byte.
 struct Wire {
   int64_t sequence = 0;
   int64_t bytes = 0;
+  int64_t check_order = kUnset;
   char collective[32] = {};
   char operation[48] = {};
   char unit[160] = {};
@@ -40,16 +43,21 @@ std::string describe(const Wire& wire) {
   return phrase("{} ({}, {} bytes, number {})", what, wire.collective, wire.bytes, wire.sequence);
 }
 
+std::string setting(const Wire& wire) {
+  return wire.check_order == kUnset ? "none" : std::to_string(wire.check_order);
+}
+
 at::Tensor host_bytes(int64_t bytes, c10::Device device) {
   return at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(!device.is_cpu()));
 }
 
 } // namespace
 
-at::Tensor order_record(const CollectiveId& id, int64_t bytes, c10::Device device) {
+at::Tensor order_record(const CollectiveId& id, int64_t bytes, c10::Device device, std::optional<bool> check_order) {
   Wire wire;
   wire.sequence = id.number;
   wire.bytes = bytes;
+  wire.check_order = check_order ? *check_order : kUnset;
   store(wire.collective, id.collective);
   store(wire.operation, id.label.operation);
   store(wire.unit, id.label.unit);
@@ -65,6 +73,15 @@ std::string find_mismatch(const at::Tensor& records, int rank, int size) {
   const auto other = std::find_if(wires.begin(), wires.end(), [&](const Wire& wire) { return !(wire == mine); });
   if (other == wires.end()) {
     return "";
+  }
+  if (other->check_order != mine.check_order) {
+    return phrase(
+        "all ranks must have the same FSDP_CHECK_ORDER, but rank {} has {} and rank {} has {}: set it for all, or for "
+        "none",
+        rank,
+        setting(mine),
+        other - wires.begin(),
+        setting(*other));
   }
   return phrase(
       "all ranks must agree, but rank {} calls {} where rank {} calls {}",

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <optional>
 #include <string>
 
 #include <ATen/core/Tensor.h>
@@ -19,9 +20,11 @@ struct CollectiveId {
   int64_t number = 0; ///< the same on all ranks that are in step
 };
 
-/// What a rank is about to do, in a form of fixed size that ranks exchange to find out whether all do the same. On the
-/// host; page-locked where `device`, to which it goes, needs that for copies that nobody waits for.
-at::Tensor order_record(const CollectiveId& id, int64_t bytes, c10::Device device);
+/// What a rank is about to do, and its FSDP_CHECK_ORDER, in a form of fixed size that ranks exchange to find out
+/// whether all do the same. On the host; page-locked where `device`, to which it goes, needs that for copies that
+/// nobody waits for.
+at::Tensor order_record(
+    const CollectiveId& id, int64_t bytes, c10::Device device, std::optional<bool> check_order = std::nullopt);
 
 /// Compares the records of all ranks with this rank's. Names both sides of the first difference; empty if there is
 /// none.

@@ -2,9 +2,13 @@
 #include <random>
 #include <string>
 
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <fsdp/error.h>
 
 #include <fsdp/group.h>
+#include "comm/shm/arena.h"
 #include "comm/shm/packed.h"
 #include "comm/shm/segment.h"
 
@@ -12,6 +16,7 @@ namespace fsdp {
 namespace {
 
 using shm::Access;
+using shm::Arena;
 using shm::packed;
 using shm::Segment;
 using shm::SegmentId;
@@ -24,9 +29,20 @@ std::string random_text() {
   return std::to_string(random()) + "-" + std::to_string(random()) + "-" + std::to_string(random());
 }
 
-// A segment with a random text in it, or nothing where there are no memfds.
+// For the arenas of so many ranks. Limits on addresses (ulimit -v) leave room for this process's own, or not even that.
+bool have_room(size_t ranks) {
+  const size_t bytes = ranks * Arena::of_process().id().bytes;
+  void* const room = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return room != MAP_FAILED && munmap(room, bytes) == 0;
+}
+
+// A segment with a random text in it, or nothing where there are no memfds, nor in a child of what was a rank: what
+// it has of its parent is in memory that others know as the parent's.
 std::shared_ptr<Segment> show(const std::string& text) {
   try {
+    if (Arena::of_process().id().pid != getpid()) {
+      return nullptr;
+    }
     auto segment = Segment::create("fsdp-probe", kBytes, Access::kWrite);
     text.copy(segment->writable(), kBytes - 1);
     return segment;
@@ -58,7 +74,7 @@ bool shm_available(const Exchange& exchange) {
   const auto shown = exchange(own);
   // A group for dry runs has no other ranks: each gets its own words back.
   const bool others_answer = std::count(shown.begin(), shown.end(), own) == 1;
-  const bool all_seen = others_answer && std::all_of(shown.begin(), shown.end(), sees);
+  const bool all_seen = others_answer && std::all_of(shown.begin(), shown.end(), sees) && have_room(shown.size());
   const auto answers = exchange(all_seen ? "yes" : "no");
   return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
 }

@@ -27,6 +27,8 @@ constexpr milliseconds kNap{20};
 constexpr milliseconds kLongWait{1000};
 // As long as other groups have something to do: their bells are not heard in this one's sleep.
 constexpr milliseconds kShortNap{1};
+// For a nap: this process was stopped, as may be the whole job (docker pause, a scheduler), and nobody is late by that.
+constexpr milliseconds kMuchTooLong{1000};
 
 std::string in_unit(const Label& label) {
   return label.unit.empty() ? "" : " in unit '" + label.unit + "'";
@@ -133,7 +135,7 @@ void Members::set_errand(Errand* errand) {
 }
 
 void Members::await_asleep(int peer, const Label& label, const Come& come) {
-  const auto begin = steady_clock::now();
+  auto begin = steady_clock::now();
   Asleep asleep(*mine_, peer, errands_->pending(errand_));
   while (true) {
     const uint32_t bell = mine_->bell.load();
@@ -153,7 +155,11 @@ void Members::await_asleep(int peer, const Label& label, const Come& come) {
     if (waited >= place_.timeout) {
       time_is_up(peer, label);
     }
+    const auto before = steady_clock::now();
     futex_wait(mine_->bell, bell, errands_->others_pending(errand_) ? kShortNap : kNap);
+    if (const auto slept = steady_clock::now() - before; slept > kMuchTooLong) {
+      begin += slept;
+    }
   }
 }
 

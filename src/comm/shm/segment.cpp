@@ -47,7 +47,8 @@ struct Registry {
   }
   static void after_fork_in_child() {
     for (const auto& [key, known] : get().segments) {
-      if (const auto segment = known.lock()) {
+      const auto segment = known.lock();
+      if (segment && !std::exchange(segment->has_parted_, true)) { // else the pages are this family's own already
         segment->part_from_parent(segment->writable_.get());
         segment->part_from_parent(segment->readable_.get());
       }
@@ -217,7 +218,9 @@ void Segment::part_from_parent(char* mapping) const {
   }
   const void* mapped =
       mmap(mapping, bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE, own_fd_, 0);
-  TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would share memory with its parent");
+  if (mapped == MAP_FAILED) { // where the system promises no more memory than it has
+    return leave_behind(mapping, bytes());
+  }
   leave_out_of_dumps(mapping, bytes());
 }
 

@@ -74,6 +74,7 @@ class Segment {
   SegmentId id_;
   int own_fd_ = -1; // of the creator, until hidden
   bool kept_in_children_ = false;
+  bool has_parted_ = false; // in a forked child
   Mapping writable_, readable_;
 };
 
