@@ -25,11 +25,11 @@ PATIENCE = 300  # seconds for a batch of trials, of which a rank that is stuck t
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description="Random trials with fresh seeds.")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10, help="how long (default: 10)")
     parser.add_argument("--seed", type=int, help="of the first trials (default: a fresh one)")
     parser.add_argument("--only", choices=["nn", "streams", *PYTHON], help="trials of this kind only")
-    parser.add_argument("--trials", type=int, help="of this kind, from the seed on, and no more")
+    parser.add_argument("--trials", type=int, help="so many of one kind, from the seed on, and no more: with --only and --seed")
     arguments = parser.parse_args()
     if arguments.trials and not (arguments.only and arguments.seed is not None):
         parser.error("--trials needs --only and --seed")

@@ -107,7 +107,7 @@ auto call(Held& module, Arguments&&... arguments) {
 }
 
 /// Lets calls of a method by this name through `call_method` have the module's boundary. For parameters no method needs
-/// it.
+/// it. Does nothing for a module that is not sharded: call it after `fully_shard`.
 FSDP_API void register_fsdp_forward_method(ModuleRef module, const std::string& method_name);
 FSDP_API bool is_fsdp_forward_method(ConstModuleRef module, const std::string& method_name);
 

@@ -91,7 +91,7 @@ class FSDP_API FSDPInstance {
   bool check_is_root() const;
   ShardingStrategy sharding_strategy() const;
   const FSDPOptions& options() const;
-  /// The unit, with the finer controls of `fully_shard`.
+  /// The unit, with the finer controls of `fully_shard`: `reset_iter_state()`, `note_shard_writes()`, prefetching.
   FSDPModule unit() const;
 
   /// Gradients are scaled so that their norm, of all ranks, is at most `max_norm`: the norm before, in the gradients'

@@ -12,8 +12,8 @@ namespace fsdp {
 struct InitOptions {
   /// "shm", "gloo", "nccl"; empty: by device and hosts (shared memory when all ranks share one host's CPU).
   std::string backend = "";
-  /// Where training runs: "cpu", "cuda", ...; empty: "cuda" where there is one, else "cpu". The index comes from
-  /// LOCAL_RANK.
+  /// Where training runs: "cpu", "cuda", ...; empty: "cuda" where there is one, else "cpu", as with the backends
+  /// "shm" and "gloo". The index comes from LOCAL_RANK.
   std::string device = "";
   /// Longest wait for another rank, in any operation. The environment variable FSDP_TIMEOUT (seconds) overrides the
   /// default.

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import (  # noqa: E402
     StateDictType,
 )
 
+from . import wrap  # noqa: E402, F401 (an attribute, as PyTorch's is)
 from ._C import CommError, Error, SavedCheckpoint, __version__  # noqa: E402
 from ._checkpoint import (  # noqa: E402
     LoadedState,

@@ -26,14 +26,15 @@ IncompatibleKeys check_model(
   for (const auto& item : here) {
     FSDP_CHECK(
         !item.value().local.is_meta(),
-        "[load] '{}' is on the meta device, which has no memory for values: call fsdp::to_empty(model) first",
+        "[load] '{}' is on the meta device, which has no memory for values: give it some first (fsdp::to_empty(model), "
+        "in Python model.to_empty(device=...))",
         item.key());
   }
   IncompatibleKeys keys{names_missing_in(there, here), names_missing_in(here, there)};
   FSDP_CHECK(
       !strict || (keys.missing.empty() && keys.unexpected.empty()),
-      "[load] {} is of another model. It lacks: {}; and has besides: {}. Build the model that was saved, or set strict "
-      "= false where names may differ",
+      "[load] {} is of another model. It lacks: {}; and has besides: {}. Build the model that was saved, or load "
+      "without `strict` where names may differ",
       file,
       join(keys.missing),
       join(keys.unexpected));

@@ -44,7 +44,7 @@ void check_random_states(
         generator.clone().set_state(found->second);
       } catch (const c10::Error& error) {
         fail(
-            "[load] {} has no state of this LibTorch's '{}' generator ({}): set random_numbers = false",
+            "[load] {} has no state of this LibTorch's '{}' generator ({}): load without `random_numbers`",
             folder,
             name,
             error.what_without_backtrace());

@@ -85,7 +85,7 @@ class Save {
     for (size_t rank = 1; rank < given.size(); ++rank) {
       FSDP_CHECK(
           given[rank] == given[0],
-          "[{}] expected the same on all ranks, got {} on the first one and {} on rank {}",
+          "[{}] expected the same on all ranks, got {} on the first one and {} on rank {}: give all of them the same",
           label_.operation,
           given[0],
           given[rank],

@@ -255,12 +255,14 @@ std::pair<InitOptions, c10::Device> resolve_or_refuse(const Launch& launch, cons
 
 void warn_if_different(const InitOptions& options) {
   const auto& first = joined();
-  if (first && (first->options.backend != options.backend || first->options.device != options.device)) {
+  if (first && (first->options.backend != options.backend || first->options.device != options.device ||
+                first->options.timeout != chosen_timeout(options))) {
     log::warn(
-        "fsdp::init was called again with other options; the job goes on with backend '{}' and device '{}'. Call "
-        "fsdp::shutdown first to join anew",
+        "fsdp::init was called again with other options; the job goes on with backend '{}', device '{}' and a timeout "
+        "of {}. Call fsdp::shutdown first to join anew",
         first->options.backend,
-        first->options.device);
+        first->options.device,
+        in_seconds(first->options.timeout));
   }
 }
 

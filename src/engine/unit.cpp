@@ -381,7 +381,8 @@ void Unit::check_materialized() const {
   FSDP_CHECK(
       missing.empty(),
       "[unshard] FSDP parameters should be materialized from meta device before training, but the following were still "
-      "on meta device: {}. Call to_empty(device) and initialize them, or load a checkpoint with assign=True",
+      "on meta device: {}. Make them (fsdp::to_empty(model), in Python model.to_empty(device=...)) and give them "
+      "values",
       fsdp::join(missing));
 }
 

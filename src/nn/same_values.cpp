@@ -83,8 +83,9 @@ void warn_of_other_values(
   const auto [letter, theirs] = std::mismatch(mine.begin(), mine.end(), other.text.begin(), other.text.end());
   log::warn(
       "[fully_shard] rank 0 and rank {} give '{}' different values, and perhaps others: each rank keeps its part of "
-      "its own, so that the whole is neither's. Seed the generators alike, or set "
-      "FullyShardOptions::sync_module_states; if a checkpoint is loaded next, nothing has to be done",
+      "its own, so that the whole is neither's. Seed the generators alike, or have one rank's sent to all "
+      "(sync_module_states, which Python's fully_shard has not); if a checkpoint is loaded next, nothing has to be "
+      "done",
       other.rank,
       params[(letter - mine.begin()) / kLetters].name);
 }

@@ -63,8 +63,8 @@ void check_state(const at::Tensor& param, const at::Tensor& average) {
   FSDP_CHECK(
       average.defined() && average.sizes() == param.sizes() && average.scalar_type() == param.scalar_type() &&
           average.device() == param.device(),
-      "[AdamW] expected optimizer state like its parameter ({} {} on {}), got {}. Load state that was saved for the "
-      "same sharding, or reshard it first.",
+      "[AdamW] expected optimizer state like its parameter ({} {} on {}), got {}. Load it with fsdp::load "
+      "or fsdp::load_optim_state_dict, which take it from any sharding.",
       param.scalar_type(),
       param.sizes(),
       param.device(),

@@ -322,6 +322,16 @@ TEST(Init, RanksOfWhichSomeCheckTheOrderAreTold) {
   }
 }
 
+TEST(Init, AgainWithAnotherTimeoutIsAWarning) {
+  init();
+  for (const int minutes : {10, 60}) {
+    ::testing::internal::CaptureStderr();
+    init({.timeout = std::chrono::minutes(minutes)});
+    EXPECT_EQ(contains(::testing::internal::GetCapturedStderr(), "a timeout of 600 s"), minutes == 60);
+  }
+  shutdown();
+}
+
 TEST(Init, AMissingRankIsNamed) {
   on_processes(3, [] {
     if (process_rank() == 2) {

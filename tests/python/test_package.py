@@ -43,6 +43,11 @@ def test_memory_that_another_process_may_not_map_is_said(monkeypatch):
     assert program.shared_memory() == "turned off by FSDP_SHM"
 
 
+def test_what_pytorchs_package_has_as_attributes():
+    program = "import libfsdp; libfsdp.wrap.ModuleWrapPolicy, libfsdp.fully_shard, libfsdp.FSDPModule"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 def test_a_torch_that_is_missing_or_too_old_is_named(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.10.1+cpu")
     with pytest.raises(ImportError, match=r"torch 2\.11 or later, and 2\.10\.1\+cpu is installed"):
