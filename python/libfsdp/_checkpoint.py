@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import multiprocessing
 import multiprocessing.util
 import os
 import types
@@ -109,7 +110,8 @@ def save_async(
 @functools.cache
 def _wait_at_the_end_of(process: int) -> None:
     """Children that ``multiprocessing`` forks end with ``_exit``, which calls nothing but these."""
-    multiprocessing.util.Finalize(None, _C.wait_for_all_saves, exitpriority=0)
+    if multiprocessing.parent_process() is not None:
+        multiprocessing.util.Finalize(None, _C.wait_for_all_saves, exitpriority=0)
 
 
 def latest(folder: Path) -> str | None:

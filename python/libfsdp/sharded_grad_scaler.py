@@ -1,16 +1,13 @@
 """PyTorch's scaler, which agrees on infinities among the ranks of its process group: with fused optimizers too."""
 
-from typing import Any
-
 import torch
-from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp import sharded_grad_scaler as pytorchs
 
 __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(pytorchs.ShardedGradScaler):
-    """What ``step`` asks of PyTorch's where an optimizer is fused, is whether this rank's own gradients are finite."""
+    """Where an optimizer is fused, ``step`` of PyTorch's only looks at this rank's own gradients: here it unscales all."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         super().unscale_(optimizer)
@@ -18,10 +15,9 @@ class ShardedGradScaler(pytorchs.ShardedGradScaler):
             state = self._per_optimizer_states[id(optimizer)]
             state["found_inf_per_device"] = _one_answer(state["found_inf_per_device"])
 
-    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        if self.is_enabled() and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
-            self.unscale_(optimizer)
-        return super().step(optimizer, *args, **kwargs)
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, torch.Tensor]:
+        self.unscale_(optimizer)
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
 
 def _one_answer(found: dict[torch.device, torch.Tensor]) -> dict[torch.device, torch.Tensor]:

@@ -303,8 +303,11 @@ void BackgroundSave::let_go() {
 }
 
 void BackgroundSave::warn_of_error() {
+  if (getpid() != process_) {
+    return; // the lock may have been held at the fork
+  }
   const std::lock_guard lock(mutex_);
-  if (getpid() != process_ || std::exchange(is_told_, true)) {
+  if (std::exchange(is_told_, true)) {
     return;
   }
   if (!error_.empty()) {

@@ -323,6 +323,7 @@ TEST(Init, RanksOfWhichSomeCheckTheOrderAreTold) {
 }
 
 TEST(Init, AgainWithAnotherTimeoutIsAWarning) {
+  const ScopedEnvironment alone({});
   init();
   for (const int minutes : {10, 60}) {
     ::testing::internal::CaptureStderr();

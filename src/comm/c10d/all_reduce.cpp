@@ -150,7 +150,7 @@ std::unique_ptr<Work> start_all_reduce(
   if (on_host && takes_one_exchange(tensor, channel->size())) {
     return std::make_unique<GatheredAllReduce>(channel, std::move(tensor), op, divide_by, label);
   }
-  const bool loses_nans = op != ReduceOp::kSum; // as Gloo does
+  const bool loses_nans = op != ReduceOp::kSum && tensor.is_floating_point(); // as Gloo does
   if (on_host && (loses_nans || !host_backends_combine(tensor.scalar_type()))) {
     return std::make_unique<PartedAllReduce>(std::move(channel), std::move(tensor), op, divide_by, label);
   }

@@ -30,19 +30,21 @@ std::string random_text() {
 }
 
 // For the arenas of so many ranks. Limits on addresses (ulimit -v) leave room for this process's own, or not even that.
+// In a child of what was a rank there is none: what it has of its parent is in memory that others know as the parent's.
 bool have_room(size_t ranks) {
-  const size_t bytes = ranks * Arena::of_process().id().bytes;
-  void* const room = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return room != MAP_FAILED && munmap(room, bytes) == 0;
+  try {
+    const SegmentId arena = Arena::of_process().id();
+    const size_t bytes = ranks * arena.bytes;
+    void* const room = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return room != MAP_FAILED && munmap(room, bytes) == 0 && arena.pid == getpid();
+  } catch (const Error&) {
+    return false;
+  }
 }
 
-// A segment with a random text in it, or nothing where there are no memfds, nor in a child of what was a rank: what
-// it has of its parent is in memory that others know as the parent's.
+// A segment with a random text in it, or nothing where there are no memfds.
 std::shared_ptr<Segment> show(const std::string& text) {
   try {
-    if (Arena::of_process().id().pid != getpid()) {
-      return nullptr;
-    }
     auto segment = Segment::create("fsdp-probe", kBytes, Access::kWrite);
     text.copy(segment->writable(), kBytes - 1);
     return segment;

@@ -27,8 +27,9 @@ constexpr milliseconds kNap{20};
 constexpr milliseconds kLongWait{1000};
 // As long as other groups have something to do: their bells are not heard in this one's sleep.
 constexpr milliseconds kShortNap{1};
-// For a nap: this process was stopped, as may be the whole job (docker pause, a scheduler), and nobody is late by that.
-constexpr milliseconds kMuchTooLong{1000};
+// Of a nap and a look around, as far as it counts: beyond that this process was stopped, as may be the whole job
+// (docker pause, a scheduler), and nobody is late by that.
+constexpr milliseconds kLongestRound{1000};
 
 std::string in_unit(const Label& label) {
   return label.unit.empty() ? "" : " in unit '" + label.unit + "'";
@@ -136,6 +137,7 @@ void Members::set_errand(Errand* errand) {
 
 void Members::await_asleep(int peer, const Label& label, const Come& come) {
   auto begin = steady_clock::now();
+  auto last = begin;
   Asleep asleep(*mine_, peer, errands_->pending(errand_));
   while (true) {
     const uint32_t bell = mine_->bell.load();
@@ -148,18 +150,17 @@ void Members::await_asleep(int peer, const Label& label, const Come& come) {
     }
     throw_if_failed(label);
     check_presence(label, come);
-    const auto waited = steady_clock::now() - begin;
+    const auto now = steady_clock::now();
+    begin += std::max<steady_clock::duration>(now - last - kLongestRound, {});
+    last = now;
+    const auto waited = now - begin;
     if (waited >= kLongWait) {
       throw_if_interrupted(peer, label);
     }
     if (waited >= place_.timeout) {
       time_is_up(peer, label);
     }
-    const auto before = steady_clock::now();
     futex_wait(mine_->bell, bell, errands_->others_pending(errand_) ? kShortNap : kNap);
-    if (const auto slept = steady_clock::now() - before; slept > kMuchTooLong) {
-      begin += slept;
-    }
   }
 }
 
