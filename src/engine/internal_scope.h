@@ -31,10 +31,7 @@ class NoInferenceMode {
 class NoDispatchModes {
  public:
   NoDispatchModes() {
-    if (has_any()) {
-      callers_ = Modes::get_state();
-      take_off();
-    }
+    take_off();
   }
   ~NoDispatchModes() {
     put_back();
@@ -42,7 +39,12 @@ class NoDispatchModes {
   NoDispatchModes(const NoDispatchModes&) = delete;
   NoDispatchModes& operator=(const NoDispatchModes&) = delete;
 
+  // Those that are there now: the program may have left some, or entered others, since they were put back.
   void take_off() const {
+    callers_.reset();
+    if (has_any()) {
+      callers_ = Modes::get_state();
+    }
     while (has_any()) {
       Modes::pop_stack();
     }
@@ -60,7 +62,7 @@ class NoDispatchModes {
     return Modes::any_modes_set(/*skip_infra_modes=*/true);
   }
 
-  std::optional<Modes> callers_;
+  mutable std::optional<Modes> callers_;
 };
 
 /// The engine's own operators: not recorded (and no views of anything, to autograd), not cast, no touches, and seen by

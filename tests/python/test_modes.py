@@ -65,6 +65,23 @@ def test_a_mode_sees_no_casts_of_parameters():
         assert not [name for name in names if name.startswith(("c10d", "aten._foreach", "aten.copy_", "aten.split"))], names
 
 
+@on_ranks(2)
+def test_a_mode_that_one_hook_enters_is_there_for_the_next_to_leave():
+    mode, model, seen = Operators(), sharded(seeded(blocks)), []
+
+    def leave(parameter):
+        parameter.grad.neg()
+        mode.__exit__(None, None, None)
+        seen.append("aten.neg.default" in mode.names)
+        mode.names.clear()
+
+    for block in model:
+        block.set_all_reduce_hook(lambda gradient: mode.__enter__())
+        block[0].weight.register_post_accumulate_grad_hook(leave)
+    loss_of(model, mine(rows(0, 5))).backward()
+    assert seen == [True] * len(model)
+
+
 class Remembered(nn.Module):
     """Its blocks are run again in backward, but for some of their operators."""
 

@@ -21,18 +21,20 @@ std::string contents_of(const std::string& file) {
   return {std::istreambuf_iterator<char>(in), {}};
 }
 
-// Each event is a line; what is not a whole line was being written when the process was killed.
-std::string completed(std::string text) {
-  const size_t last = text.find_last_not_of(" \n");
-  if (last != std::string::npos && text[last] == ']') {
-    return text;
-  }
-  const size_t cut = text.rfind(last != std::string::npos && text[last] == '}' ? "}" : "},\n");
-  return cut == std::string::npos ? text : text.substr(0, cut + 1) + "]";
+Json parsed(const std::string& text) {
+  return Json::parse(text, nullptr, /*allow_exceptions=*/false);
 }
 
+// Each event is a line. A process that was killed leaves no end, and its last line may be a part of one.
 Json events_of(const std::string& file) {
-  Json events = Json::parse(completed(contents_of(file)), nullptr, /*allow_exceptions=*/false);
+  const std::string text = contents_of(file);
+  Json events = parsed(text);
+  if (events.is_discarded()) {
+    events = parsed(text + "]");
+  }
+  if (events.is_discarded()) {
+    events = parsed(text.substr(0, text.rfind(",\n")) + "]");
+  }
   if (!events.is_array()) {
     throw std::runtime_error("'" + file + "' is not a trace: expected what FSDP_TRACE=FILE wrote");
   }
