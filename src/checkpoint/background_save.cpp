@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <utility>
 
@@ -66,6 +67,9 @@ class LastSaves {
   std::vector<std::pair<std::weak_ptr<Group>, Save>> all_{};
 };
 
+// Only this one waits for saves at its end: a child that it forks may have got locks that nobody will unlock.
+std::atomic<pid_t> saving_process = 0;
+
 LastSaves& last_saves() {
   static auto* saves = new LastSaves; // as long as any thread
   return *saves;
@@ -110,6 +114,7 @@ BackgroundSave::BackgroundSave(SaveOfRank save, std::shared_ptr<Group> group)
 void BackgroundSave::start(const std::shared_ptr<BackgroundSave>& save, const StateOfRank& state) {
   static const bool at_exit = [] { return std::atexit(&BackgroundSave::wait_for_all) == 0; }();
   static_cast<void>(at_exit);
+  saving_process = getpid();
   for (const auto& old : last_saves().set(save->group_, save)) {
     old->wait_for_end(); // all of them have settled, but for those of a group that is gone
   }
@@ -321,6 +326,9 @@ void BackgroundSave::warn_of_error() {
 }
 
 void BackgroundSave::wait_for_all() {
+  if (saving_process != getpid()) {
+    return;
+  }
   for (const auto& save : last_saves().all()) {
     save->wait_for_end();
     save->warn_of_error();

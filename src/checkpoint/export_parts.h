@@ -20,8 +20,8 @@ struct ExportPart {
 /// As the ranks exchange them.
 std::string to_bytes(const std::vector<ExportPart>& parts);
 
-/// An Error if elements of a tensor are written by none of the ranks, of each of which the parts are given as bytes.
-/// Several may write the same.
+/// An Error if elements of a tensor are written by none of the ranks, of each of which the parts are given as bytes, or
+/// by several.
 void check_complete(const std::vector<ExportFile>& files, const std::vector<std::string>& parts_of_ranks);
 
 } // namespace fsdp::disk

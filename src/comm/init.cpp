@@ -118,13 +118,17 @@ void require_same_options(Rendezvous& rendezvous, const InitOptions& options, c1
       *other);
 }
 
+constexpr const char* kHowToShareMemory =
+    "start them in one pid namespace, as one user, without limits on file sizes and addresses (ulimit -f, ulimit -v), "
+    "and not by forking a process that was a rank";
+
 void warn_if_on_one_host(const Exchange& exchange) {
   const auto hosts = exchange(host_identity());
   if (std::all_of(hosts.begin(), hosts.end(), [&](const auto& host) { return host == hosts[0]; })) {
     log::warn(
         "the ranks are on one host but cannot read each other's memory, so they talk over Gloo, which is several times "
-        "slower; start them in one pid namespace, as one user, without limits on file sizes and addresses (ulimit -f, "
-        "ulimit -v)");
+        "slower; {}",
+        kHowToShareMemory);
   }
 }
 
@@ -147,8 +151,10 @@ std::string choose_backend(const std::string& asked, c10::Device device, const E
   if (asked == "shm") {
     FSDP_CHECK(
         device.is_cpu() && shm_available(exchange),
-        "[init] expected all ranks on one host's CPU, within one pid namespace, for the backend 'shm', which is not "
-        "so; leave InitOptions::backend empty, or choose 'gloo' or 'nccl'");
+        "[init] expected all ranks on one host's CPU, able to read each other's memory, for the backend 'shm', which "
+        "is "
+        "not so; {}; or leave InitOptions::backend empty, or choose 'gloo' or 'nccl'",
+        kHowToShareMemory);
   }
   return asked;
 }

@@ -49,9 +49,10 @@ class NoDispatchModes {
       Modes::pop_stack();
     }
   }
+  // With the keys that go with them. Those of a thread may be of modes that the program has left since.
   void put_back() const {
-    if (callers_) {
-      Modes::set_state(*callers_);
+    if (callers_ || c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::Python)) {
+      Modes::set_state(callers_ ? *callers_ : Modes::get_state());
     }
   }
 

@@ -170,7 +170,7 @@ TEST_F(LateCopies, DoNotHoldAForkedChild) {
   }
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);
+    alarm(60);
     tensor.data_ptr<float>()[0] = 1;
     _exit(0);
   }

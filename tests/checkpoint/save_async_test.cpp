@@ -253,7 +253,7 @@ TEST_F(AsyncSave, LeavesTheOneBeforeWhereverTheProcessIsKilled) {
 int status_of_child(const std::function<void()>& body) {
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);
+    alarm(60);
     body();
     _exit(0);
   }

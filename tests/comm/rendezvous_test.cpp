@@ -366,10 +366,13 @@ TEST(Rendezvous, TheOthersHearWhyOneDoesNotCome) {
 TEST(Rendezvous, APortThatCannotBeWrittenIsAnErrorAtOnce) {
   on_processes(1, [] {
     signal(SIGXFSZ, SIG_IGN);
-    const rlimit none{.rlim_cur = 0, .rlim_max = 0};
+    rlimit before{};
+    ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+    const rlimit none{.rlim_cur = 0, .rlim_max = before.rlim_max};
     ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &none), 0);
     const std::string job = process_folder().string();
     const auto message = error_message([&] { publish_port(job, /*port=*/1); });
+    ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0); // what fails can be said
     EXPECT_TRUE(contains(message, "could not write")) << message;
     EXPECT_TRUE(contains(message, "MASTER_PORT")) << message;
     EXPECT_FALSE(std::filesystem::exists(port_file(job)));

@@ -67,14 +67,30 @@ size_t addresses_in_use() {
   return pages * static_cast<size_t>(sysconf(_SC_PAGESIZE));
 }
 
-// A scheduler's limit on addresses, in which one arena fits, and no two.
+void leave_addresses_for(size_t bytes) {
+  const rlim_t most = addresses_in_use() + bytes;
+  const rlimit few{.rlim_cur = most, .rlim_max = most};
+  ASSERT_EQ(setrlimit(RLIMIT_AS, &few), 0);
+}
+
+// A scheduler's limit on addresses. What does not suffice for all is left to the program.
 TEST(ShmAvailable, FalseWhereTheArenasOfAllRanksDoNotFit) {
+  for (const size_t halves : {1, 3, 5}) {
+    on_processes(2, [&] {
+      FileExchange exchange(process_folder(), process_rank(), 2);
+      leave_addresses_for(halves * shm::Arena::wanted_bytes() / 2);
+      const size_t before = addresses_in_use();
+      EXPECT_FALSE(shm_available(std::ref(exchange)));
+      EXPECT_LT(addresses_in_use(), before + shm::Arena::wanted_bytes() / 8);
+    });
+  }
+}
+
+TEST(ShmAvailable, FalseWhereTheyDoNotFitAnyMore) {
   on_processes(2, [] {
     FileExchange exchange(process_folder(), process_rank(), 2);
     EXPECT_TRUE(shm_available(std::ref(exchange)));
-    const rlim_t most = addresses_in_use() + shm::Arena::of_process().id().bytes / 2;
-    const rlimit few{.rlim_cur = most, .rlim_max = most};
-    ASSERT_EQ(setrlimit(RLIMIT_AS, &few), 0);
+    leave_addresses_for(shm::Arena::wanted_bytes() / 2);
     EXPECT_FALSE(shm_available(std::ref(exchange)));
   });
 }

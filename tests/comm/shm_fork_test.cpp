@@ -23,7 +23,7 @@ template <typename Body>
 int status_of_child(const Body& body) {
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20); // a child that hangs is a failure
+    alarm(60); // a child that hangs is a failure
     body();
     _exit(::testing::Test::HasFailure() ? 1 : 0);
   }

@@ -55,7 +55,7 @@ TEST(ShmWaits, ProcessesSleepUntilTheOthersCome) {
 pid_t stop_for_a_while(const std::vector<std::string>& processes) {
   const pid_t child = fork();
   if (child == 0) {
-    for (const auto& [number, seconds] : {std::pair{SIGSTOP, 4}, std::pair{SIGCONT, 0}}) {
+    for (const auto& [number, seconds] : {std::pair{SIGSTOP, 8}, std::pair{SIGCONT, 0}}) {
       for (const auto& process : processes) {
         kill(std::stoi(process), number);
       }
@@ -71,7 +71,7 @@ TEST(ShmWaits, TimeInWhichAllAreStoppedDoesNotCount) {
   on_processes(2, [] {
     FileExchange exchange(process_folder(), process_rank(), 2);
     ShmOptions options;
-    options.timeout = std::chrono::seconds(3);
+    options.timeout = std::chrono::seconds(6);
     const auto processes = exchange(std::to_string(getpid()));
     const auto group = shm_group(process_rank(), 2, exchange, options);
     if (process_rank() == 1) {

@@ -4,7 +4,7 @@ import functools
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness import on_ranks
@@ -80,6 +80,25 @@ def test_a_mode_that_one_hook_enters_is_there_for_the_next_to_leave():
         block[0].weight.register_post_accumulate_grad_hook(leave)
     loss_of(model, mine(rows(0, 5))).backward()
     assert seen == [True] * len(model)
+
+
+@on_ranks(2)
+def test_a_mode_that_one_hook_leaves_is_gone_for_the_next():
+    mode, model, left = Operators(), sharded(seeded(blocks)), []
+
+    def leave(parameter):
+        if not left:
+            left.append(_pop_mode())
+        mode.names.clear()
+        torch.ones(2).neg()
+        assert not mode.names
+
+    for parameter in model[0].parameters():
+        parameter.register_post_accumulate_grad_hook(leave)
+    loss = loss_of(model, mine(rows(0, 5)))
+    with mode:
+        loss.backward()  # torch has it back after each node
+    assert left == [mode]
 
 
 class Remembered(nn.Module):

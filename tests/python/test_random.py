@@ -112,7 +112,7 @@ def status_of_child(body):
         child = os.fork()
         if child == 0:
             os.dup2(said.fileno(), 2)
-            signal.alarm(20)  # a child that hangs is a failure
+            signal.alarm(60)  # a child that hangs is a failure
             try:
                 body()
             except Error as error:

@@ -61,3 +61,58 @@ def test_a_scaler_that_is_not_enabled():
     scaler.step(optimizer)
     scaler.update()
     assert not all(map(torch.equal, model.parameters(), before))
+
+
+class UnscalesItself(torch.optim.SGD):
+    """As optimizers that are given the scaler do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, grad_scaler):
+        found = grad_scaler._check_inf_per_device(self)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None and not found[parameter.grad.device]:
+                parameter.grad.div_(grad_scaler._get_scale_async())
+        super().step() if not sum(found.values()) else None
+
+
+@on_ranks(2, comm=("shm",))
+def test_an_optimizer_that_unscales_itself():
+    parameter, plain = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, scaler = UnscalesItself([parameter], lr=0.5), ShardedGradScaler("cpu", init_scale=1024.0)
+    for step in range(3):
+        gradient = torch.full((3,), 0.25)
+        scaler.scale(torch.zeros(()))
+        parameter.grad = gradient * scaler.get_scale()
+        if step == 1 and dist.get_rank() == 1:
+            parameter.grad[0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        plain.data -= 0.5 * gradient if step != 1 else 0
+        assert torch.equal(parameter, plain), step
+
+
+@on_ranks(2, comm=("shm",))
+def test_fused_optimizers_unscale_small_halves_in_more_digits():
+    """Unscaled, they would be zeros."""
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=torch.float16))
+    optimizer = torch.optim.SGD([parameter], lr=2.0**26, fused=True)
+    scaler = ShardedGradScaler("cpu", init_scale=65536.0)
+    scaler.scale(torch.zeros(()))
+    parameter.grad = torch.full((3,), 2.0**-14, dtype=torch.float16)
+    scaler.step(optimizer)
+    assert parameter.tolist() == [1 - 2.0**-4] * 3
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_rank_without_gradients():
+    for rank_without in range(2):
+        parameter = torch.nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], lr=0.5)
+        scaler = ShardedGradScaler("cpu", init_scale=1024.0)
+        scaler.scale(torch.zeros(()))
+        if dist.get_rank() != rank_without:
+            parameter.grad = torch.full((3,), torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 512.0 and torch.equal(parameter, torch.ones(3))

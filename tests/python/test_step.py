@@ -72,8 +72,9 @@ def threads():
 
 def resident():
     ctypes.CDLL(None).malloc_trim(0)  # what the C library keeps for later is no leak
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/status") as file:  # without the pages of files, which come and go
+        kinds = dict(line.split(":", 1) for line in file)
+    return sum(int(kinds[kind].split()[0]) << 10 for kind in ("RssAnon", "RssShmem"))
 
 
 @on_ranks(2)

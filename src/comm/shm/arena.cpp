@@ -20,12 +20,11 @@ namespace {
 constexpr size_t kKeptAnyway = size_t{16} << 20;
 constexpr size_t kTooBigToKeep = size_t{4} << 20;
 
-// Addresses only; smaller where address space is limited. Every process maps the arenas of all processes of the host: a
-// quarter of the 47 bits of addresses is for them, divided among as many as may ever be.
+constexpr size_t kAtLeast = size_t{1} << 30;
+
+// Addresses only; smaller where address space is limited.
 std::shared_ptr<Segment> reserve() {
-  constexpr size_t kAtLeast = size_t{1} << 30;
-  constexpr size_t kAtMost = (size_t{1} << 45) / 256;
-  for (size_t bytes = std::clamp(2 * memory_limit(), kAtLeast, kAtMost);; bytes /= 2) {
+  for (size_t bytes = Arena::wanted_bytes();; bytes /= 2) {
     try {
       return Segment::create("fsdp-arena", bytes / 4096 * 4096, Access::kWrite);
     } catch (const Error&) {
@@ -73,6 +72,13 @@ class TensorAllocator final : public c10::Allocator {
 };
 
 } // namespace
+
+// Every process maps the arenas of all processes of the host: a quarter of the 47 bits of addresses is for them,
+// divided among as many as may ever be.
+size_t Arena::wanted_bytes() {
+  constexpr size_t kAtMost = (size_t{1} << 45) / 256;
+  return std::clamp(2 * memory_limit(), kAtLeast, kAtMost);
+}
 
 Arena& Arena::of_process() {
   static auto* arena = new Arena;

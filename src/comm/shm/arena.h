@@ -19,6 +19,9 @@ class Arena {
 
   static Arena& of_process();
 
+  /// Of addresses. It is smaller where there are not so many.
+  static size_t wanted_bytes();
+
   const SegmentId& id() const;
   /// How much tensors may take by default: a quarter is left for what has to be copied for others.
   static size_t share_for_tensors(size_t memory, int processes_on_host, size_t capacity);

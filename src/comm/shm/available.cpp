@@ -29,14 +29,18 @@ std::string random_text() {
   return std::to_string(random()) + "-" + std::to_string(random()) + "-" + std::to_string(random());
 }
 
-// For the arenas of so many ranks. Limits on addresses (ulimit -v) leave room for this process's own, or not even that.
-// In a child of what was a rank there is none: what it has of its parent is in memory that others know as the parent's.
+// For the arenas of all ranks, and as much as one for whatever else the program does: limits on addresses (ulimit -v)
+// may leave less.
 bool have_room(size_t ranks) {
+  const size_t bytes = (ranks + 1) * Arena::wanted_bytes();
+  void* const room = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return room != MAP_FAILED && munmap(room, bytes) == 0;
+}
+
+// In a child of what was a rank there is none: what it has of its parent is in memory that others know as the parent's.
+bool have_own_arena() {
   try {
-    const SegmentId arena = Arena::of_process().id();
-    const size_t bytes = ranks * arena.bytes;
-    void* const room = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    return room != MAP_FAILED && munmap(room, bytes) == 0 && arena.pid == getpid();
+    return Arena::of_process().id().pid == getpid();
   } catch (const Error&) {
     return false;
   }
@@ -76,8 +80,8 @@ bool shm_available(const Exchange& exchange) {
   const auto shown = exchange(own);
   // A group for dry runs has no other ranks: each gets its own words back.
   const bool others_answer = std::count(shown.begin(), shown.end(), own) == 1;
-  const bool all_seen = others_answer && std::all_of(shown.begin(), shown.end(), sees) && have_room(shown.size());
-  const auto answers = exchange(all_seen ? "yes" : "no");
+  const bool all_seen = others_answer && std::all_of(shown.begin(), shown.end(), sees);
+  const auto answers = exchange(all_seen && have_room(shown.size()) && have_own_arena() ? "yes" : "no");
   return std::all_of(answers.begin(), answers.end(), [](const std::string& answer) { return answer == "yes"; });
 }
 
