@@ -134,8 +134,9 @@ class FSDP_API Group {
 
   /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them
   /// with no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes.
+  /// `certain`: a step of an optimizer follows. Else there may be no write, and this rank's next gather ends the time.
   /// Collective.
-  virtual void begin_unseen_writes(const Label& label) = 0;
+  virtual void begin_unseen_writes(bool certain, const Label& label) = 0;
   virtual void end_unseen_writes() = 0;
 
   virtual std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) = 0;

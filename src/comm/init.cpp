@@ -151,9 +151,8 @@ std::string choose_backend(const std::string& asked, c10::Device device, const E
   if (asked == "shm") {
     FSDP_CHECK(
         device.is_cpu() && shm_available(exchange),
-        "[init] expected all ranks on one host's CPU, able to read each other's memory, for the backend 'shm', which "
-        "is "
-        "not so; {}; or leave InitOptions::backend empty, or choose 'gloo' or 'nccl'",
+        "[init] expected all ranks on one host's CPU, able to read each other's memory, for the backend 'shm'; {}; or "
+        "leave InitOptions::backend empty, or choose 'gloo' or 'nccl'",
         kHowToShareMemory);
   }
   return asked;

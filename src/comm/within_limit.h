@@ -19,7 +19,7 @@ inline std::chrono::milliseconds bounded(std::chrono::milliseconds timeout) {
 }
 
 /// Runs `work` on a thread of its own, which may outlive the caller, so that `work` owns what it uses. At exit the
-/// process gives such threads a second to end: what they use of libraries goes then.
+/// process gives such threads five seconds to end: what they use of libraries goes then.
 void in_background(std::function<void()> work);
 
 /// A result that `work` makes in the background.

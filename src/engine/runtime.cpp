@@ -417,24 +417,39 @@ void Runtime::finish_backward() {
 // reads them in place any more, and what is gathered then comes after whatever the program did.
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
-  end_unseen_writes(); // of an earlier backward, if no step has begun since
-  WithoutCallersLock no_callers_lock;
-  for (const Unit* unit : std::exchange(delivered_, {})) {
-    for (const auto& bucket : unit->buckets()) {
-      const auto& group = bucket->gather_group;
-      const auto& known = written_unseen_;
-      if (bucket->reads_in_place() && std::find(known.begin(), known.end(), group) == known.end()) {
-        written_unseen_.push_back(group);
-        group_users::begin_unseen_writes(*group, unit->label("end of backward"));
-      }
-    }
-  }
+  const WithoutCallersLock no_callers_lock;
+  begin_unseen_writes(std::exchange(delivered_, {}), /*certain=*/true, "end of backward");
   for (Unit* unit : unsharded_) {
     unit->wait();
     unit->requested = false;
     // As the program wants it. Where a gather asks nobody, to gather it again costs nothing.
     unit->kept_through_backward = !unit->policy.reshard_after_backward && unit->gathers_together();
   }
+}
+
+void Runtime::begin_unseen_writes(const std::vector<Unit*>& units, bool certain, const char* after) {
+  end_unseen_writes(); // of an earlier time, if no step has begun since
+  for (const Unit* unit : units) {
+    for (const auto& bucket : unit->buckets()) {
+      const auto& group = bucket->gather_group;
+      const auto& known = written_unseen_;
+      if (bucket->reads_in_place() && std::find(known.begin(), known.end(), group) == known.end()) {
+        written_unseen_.push_back(group);
+        group_users::begin_unseen_writes(*group, certain, unit->label(after));
+      }
+    }
+  }
+}
+
+// Nothing is whole yet, and on streams the first gather comes after them as it is. The time ends at a rank's first
+// gather, which waits for others only if this rank has written: ranks may begin with different models.
+void Runtime::expect_first_values(const char* operation) {
+  auto guard = lock();
+  const InternalScope scope;
+  const WithoutCallersLock no_callers_lock;
+  std::vector<Unit*> units;
+  each_unit([&units](Unit& unit) { units.push_back(&unit); });
+  begin_unseen_writes(units, /*certain=*/false, operation);
 }
 
 void Runtime::begin_step(bool certainly) {

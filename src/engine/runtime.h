@@ -103,6 +103,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   }
   /// Shards may have been written by what no operator shows: the next gathers come after that.
   void expect_unseen_writes();
+  /// Shards are new, on all ranks: what fills them may be unseen, too.
+  void expect_first_values(const char* operation);
   /// A step begins, on all ranks. `certainly`: the program has said so, where else a touch is all there is.
   void begin_step(bool certainly);
   /// A handle is about to be written outside a step.
@@ -241,6 +243,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   static void gather_ahead(Unit& unit, bool training);
   void wait_for_writes(const Stream& stream);
   void open_for_unseen_writes();
+  /// Of units that others read in place.
+  void begin_unseen_writes(const std::vector<Unit*>& units, bool certain, const char* after);
   void end_unseen_writes();
   void check_not_broken(const char* operation) const;
   void look_at_forward_graph();

@@ -363,6 +363,7 @@ std::shared_ptr<Unit> make_unit(
   }
   unit->set_name(modules.size() == 1 ? "" : join(names));
   adopt_units_below(modules, unit);
+  unit->runtime().expect_first_values("fully_shard");
   return unit;
 }
 

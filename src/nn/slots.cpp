@@ -1,6 +1,7 @@
 #include "nn/slots.h"
 
 #include <algorithm>
+#include <utility>
 
 #include <torch/csrc/jit/api/module.h>
 #include <torch/nn/modules/container/parameterdict.h>
@@ -147,6 +148,15 @@ void settle_replaced_shards(torch::nn::Module& module) {
     const auto guard = unit->runtime().lock();
     const engine::InternalScope scope;
     unit->settle_replaced_shards();
+  }
+}
+
+void expect_first_values(torch::nn::Module& module, const char* operation) {
+  engine::Runtime* last = nullptr;
+  for (const auto& unit : units_of(module)) {
+    if (std::exchange(last, &unit->runtime()) != &unit->runtime()) { // a root's units follow one another
+      unit->runtime().expect_first_values(operation);
+    }
   }
 }
 

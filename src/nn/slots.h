@@ -37,6 +37,8 @@ std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Mo
 /// Shards that were given other data (`module.to(dtype)`, `set_data`) are known again, before any operator. Collective
 /// where there are any.
 void settle_replaced_shards(torch::nn::Module& module);
+/// Of all its shards, which are new.
+void expect_first_values(torch::nn::Module& module, const char* operation);
 
 /// A parameter ends when no member of a module holds it, though a shard of it is registered.
 void check_not_left(const at::Tensor& parameter, const std::string& name, const char* operation);

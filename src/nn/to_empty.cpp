@@ -46,6 +46,7 @@ void to_empty(ModuleRef given, std::optional<c10::Device> device) {
     give_memory(buffer);
   }
   nn::settle_replaced_shards(module);
+  nn::expect_first_values(module, "to_empty");
 }
 
 } // namespace fsdp

@@ -206,6 +206,53 @@ TEST(Init, AForkedChildOfARankEnds) {
   }
 }
 
+// Over Gloo, whose connections it has, too.
+TEST(Init, AForkedChildHasNoPartInCollectives) {
+  for (const std::string backend : {"shm", "gloo"}) {
+    on_processes(2, [&] {
+      if (backend == "gloo" && !gloo_available()) {
+        return;
+      }
+      init({.backend = backend});
+      const auto home = world()->make_home({{4, 2, at::kFloat, at::kFloat}}, {}, {"test", ""});
+      const auto gathered = home->gather({"test", ""});
+      const auto reduced = world()->all_reduce(at::ones({1000}), ReduceOp::kSum, 1, {"test", ""});
+      const pid_t child = fork();
+      if (child == 0) {
+        alarm(60); // a child that hangs is a failure
+        const std::function<void()> calls[] = {
+            [] {
+              world()->barrier({"test", ""});
+            },
+            [] {
+              world()->exchange("", {"test", ""});
+            },
+            [] {
+              world()->split(0, {"test", ""});
+            },
+            [&] {
+              home->gather({"test", ""})->wait();
+            },
+            [&] { gathered->wait(); },
+            [&] { reduced->wait(); }};
+        for (const auto& call : calls) {
+          EXPECT_TRUE(contains(error_message(call), "a forked child"));
+        }
+        EXPECT_TRUE(reduced->done()) << "a wait would throw, not block";
+        world()->abort("no business of the parent");
+        _exit(::testing::Test::HasFailure() ? 1 : 0);
+      }
+      int status = -1;
+      waitpid(child, &status, 0);
+      EXPECT_EQ(status, 0);
+      gathered->wait();
+      reduced->wait();
+      expect_world_of(2, backend);
+      shutdown();
+    });
+  }
+}
+
 TEST(Init, AnEndlessTimeoutIsALongOne) {
   for (const std::string backend : {"shm", "gloo"}) {
     on_processes(2, [&] {

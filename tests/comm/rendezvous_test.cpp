@@ -243,7 +243,14 @@ TEST(Rendezvous, RanksOfOneHostFindThePortThatRankZeroWasGiven) {
 }
 
 // Both processes say that they are rank 0, at a store that the first of them serves as a launcher's agent would.
-TEST(Rendezvous, ARestartDoesNotMeetTheRanksOfBefore) {
+// Nor does another job that has the same store.
+class RendezvousOfAnotherStart : public ::testing::TestWithParam<std::function<void(Launch&)>> {};
+INSTANTIATE_TEST_SUITE_P(
+    Rendezvous,
+    RendezvousOfAnotherStart,
+    ::testing::Values([](Launch& launch) { launch.attempt = 1; }, [](Launch& launch) { launch.job = "another"; }));
+
+TEST_P(RendezvousOfAnotherStart, DoesNotMeetTheRanksOfBefore) {
   on_processes(2, [] {
     Launch launch = launch_of(0, 1);
     launch.agent_store = true;
@@ -255,7 +262,7 @@ TEST(Rendezvous, ARestartDoesNotMeetTheRanksOfBefore) {
       return;
     }
     store->wait({"first"}, seconds(60));
-    launch.attempt = 1;
+    GetParam()(launch);
     EXPECT_NO_THROW(Rendezvous(launch, seconds(20)));
     store->set("second", std::vector<uint8_t>{1});
   });

@@ -284,6 +284,39 @@ TEST_P(Freshness, WritesBetweenEvaluationsThatWereAnnounced) {
   });
 }
 
+// Shards are new, or have just been written by us: whoever fills them with values of a file tells nobody.
+TEST_P(Freshness, ValuesThatAreGivenAfterACallOfOurs) {
+  on_ranks(GetParam(), [] {
+    const Between calls[] = {
+        kNothing, // but fully_shard
+        [](nn::Sequential& model, int) { to_empty(*model); },
+        [](nn::Sequential& model, int) {
+          const auto guard = summon_full_params(*model);
+          const torch::NoGradGuard no_grad;
+          model->parameters()[0].zero_();
+        },
+        [](nn::Sequential& model, int) { fsdp::clone(model); }};
+    for (size_t i = 0; i < std::size(calls); ++i) {
+      for (int turn = 0; turn < 2 * world_size(); ++turn) {
+        nn::Sequential model = stack_of(2, /*width=*/8); // of which each rank has a part
+        if (i == 1) {
+          move_to_meta(*model);
+        }
+        fully_shard(*model[0]);
+        fully_shard(*model);
+        calls[i](model, turn);
+        some_ranks_are_slower(turn);
+        for (auto& parameter : parameters(*model)) {
+          std::fill_n(parameter.data_ptr<float>(), parameter.numel(), 1.0F);
+        }
+        const torch::AutoGradMode mode(turn < world_size());
+        const auto first = model[0]->as<nn::Linear>()->forward(torch::ones({2, 8}));
+        EXPECT_TRUE(first.eq(9).all().item<bool>()) << "call " << i << ", turn " << turn << ": " << first;
+      }
+    }
+  });
+}
+
 // It is the next step's as much as what a prefetch gathers.
 TEST_P(Freshness, WritesToWhatWasUnshardedForAStepThatDidNotUseIt) {
   on_ranks(GetParam(), [] {

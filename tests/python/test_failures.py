@@ -120,6 +120,60 @@ def test_shared_memory_waits_as_long_as_the_process_group_would():
     dist.barrier(patient)
 
 
+@on_ranks(2, comm=("gloo",))
+def test_a_forked_child_has_no_part_in_collectives():
+    model = fully_shard(nn.Linear(4, 4))
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # a child that hangs is a failure
+            try:
+                model(torch.ones(1, 4))
+            except libfsdp.Error as error:
+                os._exit(0 if "a forked child" in str(error) else 2)
+            finally:
+                os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+
+
+FORKS = """
+import os, signal, sys, torch, torch.distributed as dist, libfsdp
+libfsdp.use_shared_memory(sys.argv[3] == "shm")
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
+model = libfsdp.fully_shard(torch.nn.Linear(4, 4))
+for _ in range(2):
+    model(torch.ones(1, 4)).sum().backward()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("comm", ["shm", "gloo"])
+def test_a_forked_child_of_a_program_ends_with_all_that_runs_at_exit(comm, tmp_path):
+    run_on_two_ranks(FORKS, tmp_path / "store", comm)
+
+
+def run_on_two_ranks(program, *arguments, environment=None):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(rank), *arguments],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | (environment or {}),
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=harness.TIMEOUT) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], said
+
+
 ENDS_AFTER_A_COLLECTIVE = """
 import os, sys, torch, torch.distributed as dist, libfsdp
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=int(sys.argv[1]), world_size=2)
@@ -154,16 +208,4 @@ def test_a_program_or_a_group_may_end_right_after_a_collective(program, tmp_path
     late = pathlib.Path(os.environ.get("FSDP_TESTS", "")) / "late_gloo_thread.so"
     if not late.exists():
         pytest.skip("the library that delays Gloo's threads is not built (FSDP_TESTS)")
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", program, str(rank), tmp_path / "store"],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"LD_PRELOAD": str(late)},
-        )
-        for rank in range(2)
-    ]
-    try:
-        said = [rank.communicate(timeout=harness.TIMEOUT) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], said
+    run_on_two_ranks(program, tmp_path / "store", environment={"LD_PRELOAD": str(late)})

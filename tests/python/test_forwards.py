@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
-from libfsdp import MixedPrecisionPolicy, fully_shard
+from libfsdp import Error, MixedPrecisionPolicy, fully_shard
 from subjects import (
     BATCH,
     check_hollow,
@@ -450,8 +450,11 @@ def test_recovery_after_an_exception_in_backward():
         fully_shard(module)
     check_training(model, reference, loss_of, (5,), exact=True, steps=1)
     model[1].armed = True
+    loss = loss_of(model, mine(rows(0, 5)))
     with pytest.raises(KeyError, match="on purpose"):
-        loss_of(model, mine(rows(0, 5))).backward()
+        loss.backward(retain_graph=True)
+    with pytest.raises(Error, match="reset_iter_state"):
+        loss.backward()
     model[1].armed = False
     model.reset_iter_state()
     model.zero_grad()

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness import on_ranks
 from libfsdp import _mesh, fully_shard
@@ -108,6 +109,38 @@ def written_by(way):
     return make_step
 
 
+@WAYS
+@on_ranks(2, 3)
+def test_values_that_are_given_after_sharding(way):
+    """As of a file, of which no operator tells."""
+    for turn in range(2 * dist.get_world_size()):
+        model = shard_blocks(Stack())
+        some_ranks_are_slower(turn)
+        for parameter in model.parameters():
+            way(parameter).fill(1)
+        with torch.set_grad_enabled(turn < dist.get_world_size()):
+            assert torch.equal(model[0](torch.ones(2, WIDTH)), torch.full((2, WIDTH), WIDTH + 1.0)), turn
+
+
+@on_ranks(2, 3, comm=("shm",))
+def test_ranks_begin_with_different_models():
+    models = [fully_shard(nn.Linear(4, 4), mesh=DeviceMesh.from_group(dist.new_group(), "cpu")) for _ in range(2)]
+    losses = {model: model(torch.ones(1, 4)).sum() for model in (models if dist.get_rank() == 0 else models[::-1])}
+    for model in models:
+        losses[model].backward()
+
+
+@on_ranks(3, comm=("shm",))
+def test_one_rank_reads_what_was_just_sharded():
+    """One that has a part of it, and one that has none."""
+    for reader in range(3):
+        model = fully_shard(nn.Linear(1, 1))
+        if dist.get_rank() == reader:
+            with torch.no_grad():
+                model(torch.ones(1, 1))
+        dist.barrier()
+
+
 @pytest.mark.meet(2)
 @WAYS
 @on_ranks(2, 3)
@@ -150,6 +183,7 @@ def compiled(model):
 @on_ranks(2, comm=("shm",))
 def test_a_step_that_was_compiled():
     check(compiled)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "it was compiled"
 
 
 def add_one(values):

@@ -259,6 +259,51 @@ TEST(OnStreams, WritesThatNoOperatorShows) {
   }
 }
 
+void fill_past_all_operators(torch::nn::Module& layers, float value) {
+  for (auto& shard : layers.parameters()) {
+    queued_device::use(shard, /*writes=*/true, current_stream(shard.device()), "kernel of a loader");
+    std::fill_n(static_cast<float*>(shard.data_ptr()), shard.numel(), value);
+  }
+}
+
+/// Of four layers of six such values each.
+void expect_forward_of(float value, torch::nn::Sequential& layers, const Mesh& mesh) {
+  float expected = 1;
+  for (int i = 0; i < 4; ++i) {
+    expected = 6 * expected * value + value;
+  }
+  const auto seen = layers->forward(ones_that_require_grad(mesh)).detach().cpu();
+  EXPECT_TRUE(seen.eq(expected).all().item<bool>()) << seen << " and not " << expected;
+}
+
+TEST(OnStreams, ValuesThatAreGivenAfterSharding) {
+  for (const Arrangement& arrangement : {Arrangement{2}, {3}, {.shards = 2, .replicas = 2}}) {
+    queued_device::detector().begin_test();
+    on_devices(arrangement, [&](const Mesh& mesh) {
+      auto layers = sharded_layers({.mesh = mesh});
+      fill_past_all_operators(*layers, 0.25);
+      expect_forward_of(0.25, layers, mesh);
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
+TEST(OnStreams, WritesBetweenEvaluationsThatWereAnnounced) {
+  for (const auto& reshard : {ReshardAfterForward(true), ReshardAfterForward(false)}) {
+    queued_device::detector().begin_test();
+    on_devices({2}, [&](const Mesh& mesh) {
+      auto layers = sharded_layers({.mesh = mesh, .reshard_after_forward = reshard});
+      const torch::NoGradGuard no_grad;
+      for (const float value : {0.25F, 0.5F, 0.125F}) {
+        as_fsdp(*layers).note_shard_writes();
+        fill_past_all_operators(*layers, value);
+        expect_forward_of(value, layers, mesh);
+      }
+    });
+    EXPECT_EQ(queued_device::detector().take_races(), Races());
+  }
+}
+
 std::optional<ShardPlacement> along_columns(const at::Tensor& param, const std::string&) {
   return ShardPlacement{.dim = param.dim() - 1};
 }

@@ -219,6 +219,8 @@ TEST(OnStreams, ShowingParametersOnTheHostTakesOneUnitOfTheDevice) {
       EXPECT_TRUE(model->parameters()[0].is_cpu());
     });
     EXPECT_LE(units, 3.0);
+    const SummonOptions on_rank_0{.writeback = false, .rank0_only = true, .offload_to_cpu = true};
+    EXPECT_LE(units_at_once(mesh, [&](const auto& model) { summon_full_params(*model, on_rank_0).end(); }), 3.0);
   });
 }
 

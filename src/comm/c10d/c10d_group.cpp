@@ -96,7 +96,7 @@ class C10dGroup final : public Group {
     return false;
   }
 
-  void begin_unseen_writes(const Label&) override {} // nobody reads what another rank writes
+  void begin_unseen_writes(bool /*certain*/, const Label&) override {} // nobody reads what another rank writes
   void end_unseen_writes() override {}
 
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
@@ -152,6 +152,7 @@ class C10dGroup final : public Group {
   }
 
   std::shared_ptr<Group> split(int color, const Label& label) override {
+    channel_->require_own(label);
     const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
     const auto mine = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0;
     const auto number = exchange(std::to_string(mine), label)[0];

@@ -91,7 +91,8 @@ Pending::Pending(std::shared_ptr<Channel> channel, CollectiveId id, c10::Device 
     : channel_(std::move(channel)), id_(std::move(id)), device_(device), works_(std::move(works)) {}
 
 bool Pending::done() const {
-  return !channel_ || std::all_of(works_.begin(), works_.end(), [](const auto& work) { return has_ended(*work); });
+  return !channel_ || channel_->inherited() ||
+         std::all_of(works_.begin(), works_.end(), [](const auto& work) { return has_ended(*work); });
 }
 
 void Pending::finish() {
@@ -131,7 +132,7 @@ Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, milliseco
 
 Channel::~Channel() {
   const bool goes_on = failure_.empty() && std::uncaught_exceptions() == 0;
-  if (ours_ && goes_on && !control_device_.is_cpu() && process_group_.is_of_this_process()) {
+  if (ours_ && goes_on && !control_device_.is_cpu() && !inherited()) {
     end_in_order();
   }
 }
@@ -255,7 +256,19 @@ std::string Channel::describe(const CollectiveId& id) const {
       name_);
 }
 
+bool Channel::inherited() const {
+  return !process_group_.is_of_this_process();
+}
+
+void Channel::require_own(const Label& label) const {
+  FSDP_CHECK(
+      !inherited(),
+      "[{}] a forked child cannot take its parent's place in a group; start a process of its own (spawn)",
+      label.operation);
+}
+
 void Channel::throw_if_failed(const CollectiveId& id) {
+  require_own(id.label);
   if (!failure_.empty()) {
     throw CommError(phrase("{}: the group has failed before: {}{}", describe(id), failure_, kStartAgain));
   }
@@ -277,7 +290,7 @@ void Channel::fail(const CollectiveId& id, const std::string& reason) {
 }
 
 void Channel::abort(const std::string& reason) {
-  if (!failure_.empty()) {
+  if (!failure_.empty() || inherited()) {
     return;
   }
   failure_ = reason;

@@ -90,6 +90,10 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return guarded(CollectiveId{label, collective, started_}, std::forward<Function>(work));
   }
 
+  /// Whether this is a forked child of the process whose connections these are.
+  bool inherited() const;
+  void require_own(const Label& label) const;
+
   /// Marks the channel failed and tells the other ranks.
   void abort(const std::string& reason);
 

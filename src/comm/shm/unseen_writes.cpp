@@ -51,13 +51,14 @@ void UnseenWrites::look() {
 
 bool UnseenWrites::may_have_written() const {
   const std::scoped_lock lock(mutex_);
-  return slices_.empty() || std::any_of(slices_.begin(), slices_.end(), [](const auto& item) {
+  return (slices_.empty() && certain_) || std::any_of(slices_.begin(), slices_.end(), [](const auto& item) {
            const auto& [memory, slice] = item;
            return slice.seen && *slice.seen != glance(memory, slice.bytes);
          });
 }
 
-void UnseenWrites::begin(const Label& label) {
+void UnseenWrites::begin(bool certain, const Label& label) {
+  certain_ = certain || (last_ && certain_);
   leave();
   phases_.begin_write(label);
   look();
@@ -76,8 +77,14 @@ void UnseenWrites::leave() {
 }
 
 void UnseenWrites::before_gather() {
-  if (phases_.writing() && may_have_written()) {
+  if (!phases_.writing()) {
+    return;
+  }
+  if (may_have_written()) {
     leave();
+  } else if (!certain_) {
+    phases_.publish_writes();
+    last_ = false;
   }
 }
 

@@ -18,7 +18,7 @@ namespace fsdp::shm {
 /// write after all, or when a gather finds its slices changed; a gather after that waits for the others to be through.
 /// A rank whose slices are as they were has not begun: it may look at parameters alone. Who has no slices has nothing
 /// to write, and goes by the others. An exchange ends the phase, and if the time lasts for all of them, all enter the
-/// next. Same thread safety as Members.
+/// next. Where a write is not certain, a rank's first gather ends the time for it. Same thread safety as Members.
 class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
@@ -27,7 +27,7 @@ class UnseenWrites {
   void watch(const char* memory, size_t bytes);
   void forget(const char* memory);
 
-  void begin(const Label& label);
+  void begin(bool certain, const Label& label);
   void end();
   /// The phase is over for this rank, which has written or waits for all; the time may go on.
   void leave();
@@ -54,6 +54,7 @@ class UnseenWrites {
   mutable std::mutex mutex_;
   std::map<const char*, Slice> slices_;
   bool last_ = false;
+  bool certain_ = false;
   bool has_to_wait_ = false; // for the others, before it gathers
 };
 

@@ -106,7 +106,13 @@ class Trainer {
   void end_backward() {
     begin_operation();
     release();
-    group_->begin_unseen_writes(label_);
+    group_->begin_unseen_writes(/*certain=*/true, label_);
+  }
+  /// So they may from here on, until a gather.
+  void show_new_shards() {
+    begin_operation();
+    release();
+    group_->begin_unseen_writes(/*certain=*/false, label_);
   }
   void write_unseen(int number) {
     begin_operation();
@@ -383,6 +389,29 @@ TEST(Protocol, UnseenWritesStepAfterStep) {
       me.write_unseen(0);
     }
     me.gather(0);
+  });
+}
+
+TEST(Protocol, UnseenFirstValuesAreReadByAll) {
+  expect_right([](Trainer& me) {
+    me.show_new_shards();
+    me.write_all_unseen();
+    me.gather_all();
+    me.end_backward();
+    me.write_unseen(0);
+    me.gather(0);
+  });
+}
+
+TEST(Protocol, NewShardsThatKeepTheirValues) {
+  expect_right([](Trainer& me) {
+    me.show_new_shards();
+    if (me.rank() == 0) {
+      me.gather(1);
+    }
+    me.gather(0);
+    me.write(0);
+    me.gather_all();
   });
 }
 
