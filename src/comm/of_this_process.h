@@ -1,9 +1,8 @@
 #pragma once
 
-#include <sys/types.h>
-#include <unistd.h>
-
 #include <utility>
+
+#include "base/this_process.h"
 
 namespace fsdp {
 
@@ -23,7 +22,7 @@ class OfThisProcess {
   OfThisProcess& operator=(const OfThisProcess&) = delete;
 
   bool is_of_this_process() const {
-    return process_ == getpid();
+    return process_ == this_process();
   }
   T& operator*() const {
     return *value_;
@@ -34,7 +33,7 @@ class OfThisProcess {
 
  private:
   T* value_;
-  pid_t process_ = getpid();
+  pid_t process_ = this_process();
 };
 
 } // namespace fsdp

@@ -33,10 +33,7 @@ bool BackwardGraph::has_older(uint64_t number, uint64_t thread) const {
          });
 }
 
-bool BackwardGraph::reaches(const at::Tensor& leaf) const {
-  if (!has(leaf)) {
-    return false;
-  }
+bool BackwardGraph::adds_to(const at::Tensor& leaf) const {
   if (is_for_all_leaves()) {
     return true;
   }

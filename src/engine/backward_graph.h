@@ -32,7 +32,11 @@ class BackwardGraph {
   /// Whether one of its nodes was made by `thread` before its node of that number, or by another thread.
   bool has_older(uint64_t number, uint64_t thread) const;
   /// Whether a gradient will be added to this leaf's.
-  bool reaches(const at::Tensor& leaf) const;
+  bool reaches(const at::Tensor& leaf) const {
+    return has(leaf) && adds_to(leaf);
+  }
+  /// The same of a leaf that it has.
+  bool adds_to(const at::Tensor& leaf) const;
 
  private:
   using Node = torch::autograd::Node;

@@ -42,9 +42,10 @@ class NoDispatchModes {
   // Those that are there now: the program may have left some, or entered others, since they were put back.
   void take_off() const {
     callers_.reset();
-    if (has_any()) {
-      callers_ = Modes::get_state();
+    if (!has_any()) {
+      return;
     }
+    callers_ = Modes::get_state();
     while (has_any()) {
       Modes::pop_stack();
     }

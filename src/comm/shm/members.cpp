@@ -4,12 +4,11 @@
 #include <thread>
 #include <utility>
 
-#include <unistd.h>
-
 #include <fsdp/error.h>
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "base/this_process.h"
 #include "comm/process.h"
 #include "comm/within_limit.h"
 #include "comm/words.h"
@@ -77,7 +76,7 @@ Members::Members(Place place, std::shared_ptr<Segment> control)
       segment_(std::move(control)),
       control_(reinterpret_cast<Control*>(segment_->writable())),
       mine_(&control_->ranks[rank()]),
-      process_(getpid()),
+      process_(this_process()),
       spins_(looks_before_sleep(family()->ranks_on_host)),
       watched_(static_cast<size_t>(size())) {
   place_.timeout = bounded(place_.timeout);
@@ -93,7 +92,7 @@ Members::~Members() {
 }
 
 bool Members::inherited() const {
-  return getpid() != process_;
+  return this_process() != process_;
 }
 
 void Members::meet() {
