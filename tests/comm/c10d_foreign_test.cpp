@@ -347,6 +347,26 @@ TEST(C10dForeign, TheEnvironmentTurnsTheOrderCheckOn) {
   });
 }
 
+TEST(C10dForeign, TheOrderOfTheFirst512CollectivesIsCompared) {
+  for (const int alike : {511, 512}) {
+    on_processes(2, [&] {
+      const Launch launch = read_launch();
+      Rendezvous rendezvous(launch, std::chrono::seconds(60));
+      const auto group = Group::from(make_process_group(rendezvous, launch, &as_it_is));
+      for (int i = 0; i < alike; ++i) {
+        group->barrier(kTest);
+      }
+      const auto differ = [&] { group->barrier({"unshard", launch.rank == 0 ? "blocks.1" : "blocks.7"}); };
+      if (alike < 512) {
+        EXPECT_TRUE(mentions(comm_error(differ), "unshard of 'blocks.7'"));
+      } else {
+        EXPECT_NO_THROW(differ());
+      }
+      rendezvous.leave(std::chrono::seconds(20));
+    });
+  }
+}
+
 TEST(C10dForeign, RanksOfWhichSomeCheckTheOrderAreTold) {
   on_processes(2, [] {
     const Launch launch = read_launch();

@@ -236,6 +236,13 @@ def test_collectives_on_shards():
         for shard in shards():
             dist.reduce_scatter(shard, [torch.full_like(shard, 10.0 * each) for each in ranks])
 
+    def from_first_to_each():
+        for shard in shards():
+            rows = shard.shape[0]
+            sent = [torch.full_like(shard, 10.0 * each) for each in ranks] if rank == 0 else [shard.new_empty(0, WIDTH)]
+            received, given = [rows, *[0] * last], [rows if rank == 0 else 0] * world
+            dist.all_to_all_single(shard, torch.cat(sent), received, given)
+
     def whole_weights(collective, *arguments):
         for layer in model:
             collective(layer.weight, *arguments)
@@ -254,6 +261,7 @@ def test_collectives_on_shards():
         "all_gather": (gather, [[each + 1] * world for each in ranks]),
         "scatter": (scatter_from_last, [[10 * each for each in ranks]] * world),
         "reduce_scatter": (reduce_scatter, [[10 * world * each for each in ranks]] * world),
+        "all_to_all": (from_first_to_each, [[10 * each for each in ranks]] * world),
         "all_reduce of whole weights": (
             lambda: whole_weights(dist.all_reduce), [[world * (each + 1) for each in ranks]] * world
         ),
