@@ -236,7 +236,10 @@ void Unit::reshard(std::optional<Phase> left_in) {
   if (state_ == UnitState::kSharded) {
     return;
   }
-  if (state_ == UnitState::kArriving || !left_in || is_private()) {
+  if (state_ == UnitState::kArriving && left_in && on_streams_) {
+    const StreamGuard on_stream(runtime_->gather_stream()); // no stream has a use for it
+    wait();
+  } else if (state_ == UnitState::kArriving || !left_in || is_private()) {
     wait(); // and whoever asks may have used it till now
   }
   const tracing::Span span("reshard", display_name());
