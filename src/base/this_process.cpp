@@ -8,17 +8,19 @@
 namespace fsdp {
 namespace {
 
-std::atomic<pid_t>& known() {
-  static std::atomic<pid_t> process{getpid()};
-  return process;
-}
+std::atomic<pid_t> known{0}; // 0: not yet asked
 
-[[maybe_unused]] const int asked_after_fork = pthread_atfork(nullptr, nullptr, [] { known() = getpid(); });
+[[maybe_unused]] const int asked_again_after_fork = pthread_atfork(nullptr, nullptr, [] { known = 0; });
 
 } // namespace
 
 pid_t this_process() {
-  return known().load(std::memory_order_relaxed);
+  pid_t process = known.load(std::memory_order_relaxed);
+  if (process == 0) {
+    process = getpid();
+    known.store(process, std::memory_order_relaxed);
+  }
+  return process;
 }
 
 } // namespace fsdp

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <unistd.h>
+
 #include <utility>
 
 #include "base/this_process.h"
@@ -14,7 +16,7 @@ class OfThisProcess {
   template <typename... Arguments>
   explicit OfThisProcess(Arguments&&... arguments) : value_(new T(std::forward<Arguments>(arguments)...)) {}
   ~OfThisProcess() {
-    if (is_of_this_process()) {
+    if (process_ == getpid()) {
       delete value_;
     }
   }

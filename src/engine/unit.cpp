@@ -236,12 +236,7 @@ void Unit::reshard(std::optional<Phase> left_in) {
   if (state_ == UnitState::kSharded) {
     return;
   }
-  if (state_ == UnitState::kArriving && left_in && on_streams_) {
-    const Stream reader = current_stream(device_), gathers = runtime_->gather_stream();
-    const StreamGuard on_stream(gathers);
-    wait(); // nobody has used it: the next gather may follow at once
-    wait_stream(reader, gathers); // which may write shards next
-  } else if (state_ == UnitState::kArriving || !left_in || is_private()) {
+  if (state_ == UnitState::kArriving || !left_in || is_private()) {
     wait(); // and whoever asks may have used it till now
   }
   const tracing::Span span("reshard", display_name());

@@ -4,6 +4,8 @@
 #include <thread>
 #include <utility>
 
+#include <unistd.h>
+
 #include <fsdp/error.h>
 
 #include "base/caller.h"
@@ -85,7 +87,7 @@ Members::Members(Place place, std::shared_ptr<Segment> control)
 }
 
 Members::~Members() {
-  if (!inherited()) {
+  if (getpid() == process_) {
     mine_->left.store(1);
     wake_waiting();
   }
@@ -242,7 +244,7 @@ void Members::fail(const Label& label, const std::string& what) {
 }
 
 void Members::mark_failed(const std::string& reason) {
-  if (inherited()) {
+  if (getpid() != process_) {
     return;
   }
   uint32_t none = Control::kNone;
