@@ -8,6 +8,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "base/this_process.h"
 #include "comm/process.h"
 #include "comm/protocol/watched.h"
 #include "comm/shm/segment.h"
@@ -109,6 +110,10 @@ WatchedProcess::WatchedProcess(int32_t pid, uint64_t started) : pid_(pid), start
 WatchedProcess::~WatchedProcess() = default;
 bool WatchedProcess::ended() const {
   return descriptor_ < 0 && has_ended(pid_, started_);
+}
+
+pid_t this_process() {
+  return getpid(); // each fiber's
 }
 
 } // namespace fsdp
