@@ -28,6 +28,7 @@ class FSDP_API GatherExtension {
   virtual std::vector<at::Tensor> before_gather(const at::Tensor& shard) = 0;
   /// The whole parameter, from what was sent: `gathered[i]` are the ranks' i-th tensors, one after another along the
   /// first dimension; read only. As long as the same `tensor` is returned, its parts have the same sizes and dtypes.
+  /// Not called for what was gathered ahead and is left unused.
   virtual Whole after_gather(const std::vector<at::Tensor>& gathered) = 0;
 };
 

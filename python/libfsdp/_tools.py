@@ -32,7 +32,8 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scales gradients so that the norm of all of them is at most ``max_norm``; returns that norm, a plain tensor, the
-    same on every rank. Takes a module or parameters; sharded and plain ones may be mixed. Collective."""
+    same on every rank where plain parameters' gradients are. Takes a module or parameters, sharded and plain ones.
+    Collective."""
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

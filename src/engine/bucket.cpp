@@ -155,6 +155,12 @@ void Bucket::wait() {
   }
 }
 
+void Bucket::wait_unseen() {
+  if (gathered_) {
+    gathered_->wait();
+  }
+}
+
 void* Bucket::memory_of(size_t index) const {
   if (index < unpacked_.size() && unpacked_[index].defined()) {
     return unpacked_[index].data_ptr();

@@ -75,6 +75,8 @@ class Bucket {
   virtual void gather(const Label& label);
   virtual void wait();
   virtual void release();
+  /// In place of `wait`, before a release: nobody wants to see what was gathered.
+  void wait_unseen();
   /// Before a release, on the gather stream: keeps this rank's share of the whole, so that the next gather is among
   /// neighbours. Nothing where gathering costs nothing.
   void keep_share(const Label& label);

@@ -219,6 +219,21 @@ void Unit::note_arrival() {
   }
 }
 
+// What was gathered ahead and is left behind: nobody has used it, so the next gather need not come after what is queued
+// on the current stream; but a write to the shards there comes after this gather has read them.
+void Unit::wait_unseen() {
+  const tracing::Span span("wait for parameters", display_name());
+  const Stream writer = current_stream(device_), gathers = runtime_->gather_stream();
+  const StreamGuard on_stream(gathers);
+  or_release([&] {
+    for (auto& bucket : buckets_) {
+      bucket->wait_unseen();
+      wait_stream(writer, gathers);
+    }
+  });
+  uses_.clear();
+}
+
 // Whatever stream was the first to wait for the parameters: others come after their arrival too, not after its work.
 void Unit::order_reader() {
   if (on_streams_ && state_ == UnitState::kWhole) {
@@ -236,8 +251,10 @@ void Unit::reshard(std::optional<Phase> left_in) {
   if (state_ == UnitState::kSharded) {
     return;
   }
-  if (state_ == UnitState::kArriving || !left_in || is_private()) {
-    wait(); // and whoever asks may have used it till now
+  if (state_ == UnitState::kArriving) {
+    wait_unseen();
+  } else if (!left_in || is_private()) {
+    wait(); // whoever asks may have used it till now
   }
   const tracing::Span span("reshard", display_name());
   state_ = UnitState::kSharded;

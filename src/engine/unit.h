@@ -301,6 +301,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void look_for_params_on_meta();
   void note_arrival();
   void order_reader();
+  void wait_unseen();
   void release(Bucket& bucket);
 
   // What each touch looks at, together; see Param.

@@ -1,11 +1,10 @@
 #include "base/this_process.h"
 
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <gtest/gtest.h>
+#include "support/end_of_child.h"
 
-namespace fsdp {
+namespace fsdp::testing {
 namespace {
 
 /// Whether processes forked from one another know their numbers, that many deep.
@@ -13,16 +12,7 @@ bool known_in_children(int depth) {
   if (this_process() != getpid()) {
     return false;
   }
-  if (depth == 0) {
-    return true;
-  }
-  const pid_t child = fork();
-  if (child == 0) {
-    _exit(known_in_children(depth - 1) ? 0 : 1);
-  }
-  int status = -1;
-  waitpid(child, &status, 0);
-  return status == 0;
+  return depth == 0 || end_of_child([&] { EXPECT_TRUE(known_in_children(depth - 1)); }).status == 0;
 }
 
 TEST(ThisProcess, IsKnownToForkedChildren) {
@@ -30,4 +20,4 @@ TEST(ThisProcess, IsKnownToForkedChildren) {
 }
 
 } // namespace
-} // namespace fsdp
+} // namespace fsdp::testing

@@ -8,15 +8,13 @@
 #include <optional>
 #include <thread>
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <fsdp/save_async.h>
 
 #include "base/caller.h"
 #include "checkpoint/folder.h"
 #include "checkpoint/runs.h"
 #include "checkpoint/system_calls.h"
+#include "support/end_of_child.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -249,19 +247,6 @@ TEST_F(AsyncSave, LeavesTheOneBeforeWhereverTheProcessIsKilled) {
       folder(), [&](TrainingRun& second) { save_async(folder(), second.to_save(2)).wait(); });
 }
 
-/// What becomes of a child that does this.
-int status_of_child(const std::function<void()>& body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(60);
-    body();
-    _exit(0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return status;
-}
-
 TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
   const HeldFlush held("rank-00001.safetensors");
   on_threads(2, [&] {
@@ -270,7 +255,7 @@ TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
     barrier();
     std::this_thread::sleep_for(50ms); // the first rank waits for the other
     if (rank() == 0) {
-      EXPECT_EQ(status_of_child([&] { save.reset(); }), 0);
+      EXPECT_EQ(end_of_child([&] { save.reset(); }).status, 0);
       EXPECT_FALSE(save->done());
       HeldFlush::release();
     }
@@ -280,7 +265,7 @@ TEST_F(AsyncSave, IsLeftToItsOwnProcessByAFork) {
 
 TEST_F(AsyncSave, IsWrittenBeforeTheProcessExits) {
   torch::nn::Linear model(2, 2);
-  const int status = status_of_child([&] {
+  const auto end = end_of_child([&] {
     hold_flush("rank-00000.safetensors");
     new PendingSave(save_async(folder(), {.model = model, .step = 3})); // NOLINT: nobody lets go of it
     std::thread([] {
@@ -289,7 +274,7 @@ TEST_F(AsyncSave, IsWrittenBeforeTheProcessExits) {
     }).detach();
     std::exit(0);
   });
-  EXPECT_EQ(status, 0);
+  EXPECT_EQ(end.status, 0) << end.said;
   EXPECT_EQ(latest(folder()), folder() + "/step-00000003");
 }
 

@@ -6,6 +6,7 @@
 
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
+#include "support/end_of_child.h"
 #include "support/error_message.h"
 
 /// Children that a rank forks.
@@ -18,25 +19,9 @@ std::vector<Piece> pieces() {
   return {piece(kNumel, even_chunk(kNumel, 2), at::kFloat)};
 }
 
-// The status with which a forked child ends that runs `body`, which may return.
-template <typename Body>
-int status_of_child(const Body& body) {
-  const pid_t child = fork();
-  if (child == 0) {
-    alarm(60); // a child that hangs is a failure
-    body();
-    _exit(::testing::Test::HasFailure() ? 1 : 0);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  return status;
-}
-
 template <typename Body>
 ::testing::AssertionResult ends_with_a_reason(const Body& body) {
-  ::testing::internal::CaptureStderr(); // the child's too
-  const int status = status_of_child(body);
-  const std::string said = ::testing::internal::GetCapturedStderr();
+  const auto [status, said] = end_of_child(body);
   if (!WIFSIGNALED(status) || WTERMSIG(status) != SIGSEGV) {
     return ::testing::AssertionFailure() << "it ended with status " << status;
   }
@@ -81,7 +66,7 @@ TEST(ShmFork, AChildIsToldThatItIsNoRank) {
     auto read = start_reduce(*unit.group, {.numels = {1000}});
     unit.group->barrier(kTest); // and nobody has waited for it
     auto pending = start_reduce(*unit.group, {.numels = {100'000}});
-    const int status = status_of_child([&] {
+    const auto end = end_of_child([&] {
       EXPECT_TRUE(mentions(error_message([&] { unit.group->barrier(kTest); }), "a forked child"));
       EXPECT_TRUE(mentions(error_message([&] { unit.home->gather(kTest); }), "a forked child"));
       EXPECT_TRUE(mentions(error_message([&] { unit.home->begin_write(kTest); }), "a forked child"));
@@ -91,7 +76,7 @@ TEST(ShmFork, AChildIsToldThatItIsNoRank) {
       EXPECT_TRUE(pending.work->done()) << "a wait would throw, not block";
       unit.group->abort("no business of the parent");
     });
-    EXPECT_EQ(status, 0);
+    EXPECT_EQ(end.status, 0) << end.said;
     pending.work->wait();
     pending.expect_equal();
     read.work->wait();
@@ -106,14 +91,13 @@ TEST(ShmFork, AChildEnds) {
     auto unit = std::make_unique<Sharded>();
     kept_until_exit = unit->group->split(0, kTest);
     auto pending = start_reduce(*unit->group, {.numels = {100'000}});
-    EXPECT_EQ(
-        status_of_child([&] {
-          unit.reset();
-          pending = {};
-          std::exit(0);
-        }),
-        0);
-    EXPECT_EQ(status_of_child([] { std::exit(0); }), 0);
+    const auto end = end_of_child([&] {
+      unit.reset();
+      pending = {};
+      std::exit(0);
+    });
+    EXPECT_EQ(end.status, 0) << end.said;
+    EXPECT_EQ(end_of_child([] { std::exit(0); }).status, 0);
     pending.work->wait();
     pending.expect_equal();
     kept_until_exit.reset();
@@ -124,8 +108,8 @@ TEST(ShmFork, AChildEnds) {
 TEST(ShmFork, AChildOfAChildIsAsFree) {
   on_processes(2, [] {
     const Sharded unit;
-    EXPECT_EQ(status_of_child([&] { EXPECT_EQ(status_of_child([] {}), 0); }), 0);
-    EXPECT_EQ(status_of_child([&] { EXPECT_TRUE(ends_with_a_reason([&] { *unit.shard() = 77; })); }), 0);
+    EXPECT_EQ(end_of_child([&] { EXPECT_EQ(end_of_child([] {}).status, 0); }).status, 0);
+    EXPECT_EQ(end_of_child([&] { EXPECT_TRUE(ends_with_a_reason([&] { *unit.shard() = 77; })); }).status, 0);
     unit.group->barrier(kTest);
   });
 }

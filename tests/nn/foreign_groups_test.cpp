@@ -32,5 +32,36 @@ TEST(ForeignGroups, BuffersComeFromTheProcessGroupWhereThatIsWanted) {
   run_foreign(2, train, &sparse);
 }
 
+/// As for averages of models that are trained apart; with no word to libfsdp, in the midst of evaluations.
+TEST(ForeignGroups, WhatTheirCollectivesWriteToShardsIsReadByAll) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, std::chrono::seconds(60));
+    const auto process_group = make_process_group(rendezvous, launch, &as_it_is);
+    const auto group = Group::from(process_group);
+    const ThreadWorld world({.group = group, .local_rank = group->rank()});
+    torch::nn::Linear model(3, 4);
+    fully_shard(*model, {.mesh = Mesh::from_groups({group}, {"shard"}, c10::kCPU)});
+    const torch::NoGradGuard no_grad;
+    const auto expect_output = [&](double expected) {
+      const at::Tensor output = model->forward(torch::ones({1, 3}));
+      EXPECT_TRUE(output.equal(torch::full({1, 4}, expected))) << output;
+    };
+    for (auto& shard : model->parameters()) {
+      shard.fill_(1);
+    }
+    expect_output(4);
+    for (auto& shard : model->parameters()) {
+      Tensors tensors{shard};
+      process_group->allreduce(tensors)->wait();
+    }
+    expect_output(8);
+    Tensors weight{model->weight};
+    process_group->allreduce(weight)->wait();
+    expect_output(14);
+    rendezvous.leave(std::chrono::seconds(20));
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

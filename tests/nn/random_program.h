@@ -25,6 +25,7 @@ enum class What {
   kToDouble,
   kReplaceShards,
   kUnshard,
+  kFork,
 };
 inline const char* name_of(What what) {
   static constexpr const char* names[] = {
@@ -42,7 +43,8 @@ inline const char* name_of(What what) {
       "freeze or thaw",
       "to double",
       "replace shards",
-      "unshard"};
+      "unshard",
+      "fork"};
   return names[static_cast<int>(what)];
 }
 
@@ -99,6 +101,9 @@ struct Program {
   bool zeros = false; ///< for unused parameters
   bool stays_whole = false; ///< after backward
   bool separate_group = false;
+  bool ranks_differ = false; ///< in the units they use
+  int companions = 0; ///< other models that are trained in between, each over its part of the ranks
+  bool turns_differ = false; ///< some ranks use them first, others the model: over groups of their own
   std::optional<nn::FlatCut> flat = std::nullopt;
   int in_flight = 1;
   double divisor = 0; ///< the number of ranks, if 0
@@ -138,8 +143,9 @@ inline std::string Program::str() const {
   out << "\n  frozen " << str_of(frozen) << (offload ? ", offload" : "") << (last_dims ? ", last dimensions" : "")
       << (flat ? ", flat" : "") << (flat ? " " + std::to_string(flat->alignment) : "")
       << (flat && flat->shown_as_one ? " as one" : "") << (zeros ? ", zeros" : "")
-      << (stays_whole ? ", stays whole" : "") << (separate_group ? ", separate group" : "") << ", in flight "
-      << in_flight << ", divisor " << divisor << ", " << name_of(optimizer);
+      << (stays_whole ? ", stays whole" : "") << (separate_group ? ", separate group" : "")
+      << (companions > 0 ? ", companions " + std::to_string(companions) : "") << (turns_differ ? " in other turns" : "")
+      << ", in flight " << in_flight << ", divisor " << divisor << ", " << name_of(optimizer);
   for (const auto& [label, dtype] : {std::pair{"param", precision.param_dtype}, {"reduce", precision.reduce_dtype}}) {
     out << (dtype ? std::string(", ") + label + " " + c10::toString(*dtype) : "");
   }
@@ -198,6 +204,10 @@ class Drawing {
     const int steps = 2 + draw_.below(4);
     for (int i = 0; i < steps; ++i) {
       draw_step();
+    }
+    if (limits_.on_host && draw_.chance(30)) {
+      program_.companions = program_.arrangement.ranks() % 2 == 0 && draw_.chance(50) ? 2 : 1;
+      program_.turns_differ = may_look_alone() && draw_.chance(70);
     }
     return program_;
   }
@@ -283,7 +293,7 @@ class Drawing {
     has_other_uses_ = any_part(program_.parts, [](const Part& part) {
       return part.again >= 0 || part.call == Call::kTwice || part.call == Call::kNoGradFirst;
     });
-    ranks_differ_ = grammar.ranks_differ;
+    program_.ranks_differ = grammar.ranks_differ;
     has_checkpoints_ = any_part(program_.parts, [](const Part& part) { return part.call == Call::kCheckpointed; });
     has_same_weights_ = any_part(program_.parts, [](const Part& part) { return part.kind == Kind::kSameWeight; });
     model_ = std::make_shared<BlockImpl>(program_.parts, program_.width);
@@ -410,7 +420,7 @@ class Drawing {
     if (!program_.zeros && program_.optimizer != Optimizer::kRaw && !is_shown_as_one()) {
       choices.push_back(What::kFreeze);
     }
-    if (!ranks_differ_) { // all have to break in the same place
+    if (!program_.ranks_differ) { // all have to break in the same place
       choices.insert(choices.end(), {What::kBreakForward, What::kBreakBackward});
     }
     choices.push_back(What::kWriteShardsRaw);
@@ -423,6 +433,9 @@ class Drawing {
     if (may_look_alone()) {
       choices.push_back(What::kLookAlone);
     }
+    if (limits_.on_host) {
+      choices.push_back(What::kFork);
+    }
     return {draw_.one_of(choices), draw_.below(1 << 20)};
   }
 
@@ -430,7 +443,7 @@ class Drawing {
   Limits limits_;
   Program program_;
   std::shared_ptr<BlockImpl> model_;
-  bool has_checkpoints_ = false, has_same_weights_ = false, ranks_differ_ = false, has_other_uses_ = false;
+  bool has_checkpoints_ = false, has_same_weights_ = false, has_other_uses_ = false;
 };
 
 inline Program draw_program(uint64_t seed, const Limits& limits) {

@@ -1,8 +1,10 @@
 #pragma once
 
 #include "engine/unit.h"
+#include "nn/random_companion.h"
 #include "nn/random_trial.h"
 #include "nn/slots.h"
+#include "support/end_of_child.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing::random {
@@ -28,6 +30,9 @@ class Sharded {
     shard();
     choose_settings();
     optimize_ = make_optimizer(program_.optimizer, shards());
+    if (program_.companions > 0) {
+      companion_.emplace(static_cast<int>(program_.seed), program_.companions, program_.turns_differ);
+    }
   }
 
   /// Values are compared when all is done, so that no look at them makes the host wait for a device.
@@ -258,6 +263,11 @@ class Sharded {
         return write_raw();
       case What::kWriteMember:
         one_of_weights(choice).mul_(0.75);
+        if (program_.ranks_differ) { // the first gather after a write is all ranks', of what they all use
+          for (auto& unit : units()) {
+            unit.reshard();
+          }
+        }
         return;
       case What::kLookAlone:
         return look_alone(choice);
@@ -281,6 +291,8 @@ class Sharded {
         return settle();
       case What::kUnshard:
         return unshard(choice);
+      case What::kFork:
+        return fork_children(choice);
     }
   }
 
@@ -378,6 +390,27 @@ class Sharded {
     barrier_of_mesh(); // and would go on with it
   }
 
+  /// One that computes, and one that writes to shards, which ends it where they are others' memory too.
+  void fork_children(int choice) {
+    barrier_of_mesh(); // or a child finds locks that its parent's other threads hold
+    if (rank() == choice % world_size()) {
+      const at::Tensor kept = batch(80);
+      const auto computes = end_of_child([&] { kept.mul(2).sum().item(); });
+      if (computes.status != 0) {
+        fail("a child ended with " + std::to_string(computes.status), computes.said);
+      }
+      const auto writes = end_of_child([&] {
+        for (auto& shard : shards()) {
+          shard.zero_();
+        }
+      });
+      if (writes.status != 0 && !contains(writes.said, "a forked child")) {
+        fail("a child that wrote to shards ended with " + std::to_string(writes.status), writes.said);
+      }
+    }
+    barrier_of_mesh();
+  }
+
   void freeze(int choice) {
     auto weight = one_of_weights(choice);
     std::vector<bool> before;
@@ -425,6 +458,10 @@ class Sharded {
         [&](const at::Tensor& loss) { losses_.push_back(loss); },
         [] {},
         {one_of_weights(step), one_of_weights(step + 1)}};
+    const bool companion_first = (step + (program_.turns_differ ? rank() : 0)) % 2 == 0;
+    if (companion_ && companion_first) {
+      companion_->forward(step);
+    }
     for (size_t i = 0; i < plan.micros.size(); ++i) {
       const Micro& micro = plan.micros[i];
       top.set_requires_gradient_sync(micro.syncs);
@@ -433,6 +470,12 @@ class Sharded {
       micro_batch.run(micro.loss, batch(step * 8 + static_cast<int>(i)));
     }
     surroundings.looks = false;
+    if (companion_ && !companion_first) {
+      companion_->forward(step);
+    }
+    if (companion_) {
+      companion_->backward();
+    }
     for (const auto& loss : std::exchange(losses_, {})) {
       see(loss);
     }
@@ -443,9 +486,19 @@ class Sharded {
       top.note_shard_writes(); // what is kept whole is not gathered anew else
     }
     optimize_();
+    step_companion();
     see_shards();
     if (!plan.keeps_gradients) {
       model_->zero_grad(/*set_to_none=*/!plan.zeroes_gradients);
+    }
+  }
+
+  /// After the model's: between the writes of two models on one group no gather may be, if the later ones are unseen.
+  void step_companion() {
+    if (companion_) {
+      if (const auto different = companion_->step(); !different.empty()) {
+        fail(different, "differs");
+      }
     }
   }
 
@@ -463,6 +516,7 @@ class Sharded {
   std::shared_ptr<BlockImpl> model_;
   std::vector<at::Tensor> losses_;
   std::function<void()> optimize_;
+  std::optional<Companion> companion_;
 };
 
 inline int from_environment(const char* name, int otherwise) {

@@ -378,6 +378,7 @@ class Unsharded {
       case What::kLookAlone:
         return note(choice % ranks(), "looked at alone", one_of_weights(choice / 4));
       case What::kUnshard:
+      case What::kFork:
       case What::kReplaceShards:
         return;
     }

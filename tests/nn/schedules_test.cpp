@@ -40,7 +40,7 @@ TEST(Schedules, AStepThatDiffersIsRightAndTheNextIsAheadAgain) {
     // 2 was on its way and is let go.
     EXPECT_EQ(
         stack.step(without_two),
-        "+root +0 =root +1 =0 -0 +2 =1 =2 -2 +3 =3 -3 R3 -1 r3 R1 +0 =0 -0 r1 R0 -root r0 Rroot rroot end");
+        "+root +0 =root +1 =0 -0 +2 =1 -2 +3 =3 -3 R3 -1 r3 R1 +0 =0 -0 r1 R0 -root r0 Rroot rroot end");
     for (const auto& item : stack.module->named_parameters()) {
       const bool of_two = item.key().rfind("2.", 0) == 0;
       EXPECT_EQ(item.value().grad().defined(), !of_two) << item.key();

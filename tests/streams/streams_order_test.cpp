@@ -198,6 +198,63 @@ TEST(OnStreams, TheFirstStepOverlaps) {
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
 
+/// Neither need the gathers of a step that departs from the order that was learned wait for the layer before them,
+/// where what was gathered ahead is released unused.
+TEST(OnStreams, AStepInAnotherOrderOverlaps) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh});
+    const std::vector<int> learned{0, 1, 2, 3};
+    for (const std::vector<int>& order : {learned, learned, {0, 2, 1, 3}, {3, 1, 2, 0}}) {
+      at::Tensor x = ones_that_require_grad(mesh);
+      take_collectives(mesh.device());
+      Clock before;
+      for (const int i : order) {
+        x = layers[i]->as<torch::nn::Linear>()->forward(x);
+        for (const auto& gather : collectives_so_far(mesh, "all-gather")) {
+          EXPECT_FALSE(order != learned && i != order[0] && comes_after(gather.begin, before)) << "unit " << i;
+        }
+        before = queued_device::record(current_stream(mesh.device()));
+      }
+      x.sum().backward();
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+void write_shards_of_a_layer_that_was_left_unused(bool custom) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [custom](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh});
+    if (custom) {
+      as_fsdp(*layers[1]).set_custom_all_gather([](at::Tensor& output, const at::Tensor& input, Group& group) {
+        output.zero_();
+        output.view({group.size(), -1})[group.rank()].copy_(input);
+        group.all_reduce(output, ReduceOp::kSum, 1, kTest)->wait();
+      });
+    }
+    for (const std::vector<int>& order : {std::vector<int>{0, 1, 2, 3}, {0, 1, 2, 3}, {0, 2, 3}}) {
+      const torch::NoGradGuard no_grad;
+      at::Tensor x = torch::ones({2, 6}, torch::TensorOptions().device(mesh.device()));
+      for (const int i : order) {
+        x = layers[i]->as<torch::nn::Linear>()->forward(x);
+        if (order.size() == 3 && i == 2) {
+          for (auto& shard : layers[1]->parameters()) {
+            shard.fill_(7);
+          }
+        }
+      }
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// A write comes after the gather that was left unused, which may still read the shard.
+TEST(OnStreams, ShardsOfALayerThatWasLeftUnusedAreWrittenAfterItsGather) {
+  write_shards_of_a_layer_that_was_left_unused(/*custom=*/false);
+  write_shards_of_a_layer_that_was_left_unused(/*custom=*/true);
+}
+
 /// As the fused kernels of other libraries do, on the current stream.
 void step_past_all_operators(at::Tensor& shard) {
   const at::Tensor gradient = shard.grad();
