@@ -11,6 +11,8 @@
 namespace fsdp::testing {
 namespace {
 
+using ProcessGroupPointer = c10::intrusive_ptr<c10d::ProcessGroup>;
+
 TEST(ForeignGroups, BuffersComeFromTheProcessGroupWhereThatIsWanted) {
   const auto train = [](const GroupPointer& group) {
     const ThreadWorld world({.group = group, .local_rank = group->rank()});
@@ -32,33 +34,39 @@ TEST(ForeignGroups, BuffersComeFromTheProcessGroupWhereThatIsWanted) {
   run_foreign(2, train, &sparse);
 }
 
+void expect_collectives_on_shards_are_read(const ProcessGroupPointer& process_group, const GroupPointer& group) {
+  const ThreadWorld world({.group = group, .local_rank = group->rank()});
+  torch::nn::Linear model(3, 4);
+  fully_shard(*model, {.mesh = Mesh::from_groups({group}, {"shard"}, c10::kCPU)});
+  const torch::NoGradGuard no_grad;
+  const auto all_reduce = [&](const at::Tensor& tensor) {
+    Tensors tensors{tensor};
+    process_group->allreduce(tensors)->wait();
+  };
+  const auto expect_output = [&](double expected) {
+    const at::Tensor output = model->forward(torch::ones({1, 3}));
+    EXPECT_TRUE(output.equal(torch::full({1, 4}, expected))) << group->name() << ": " << output;
+  };
+  for (auto& shard : model->parameters()) {
+    shard.fill_(1);
+  }
+  expect_output(4);
+  for (const auto& shard : model->parameters()) {
+    all_reduce(shard);
+  }
+  expect_output(8);
+  all_reduce(model->weight);
+  expect_output(14);
+}
+
 /// As for averages of models that are trained apart; with no word to libfsdp, in the midst of evaluations.
 TEST(ForeignGroups, WhatTheirCollectivesWriteToShardsIsReadByAll) {
   on_processes(2, [] {
     const Launch launch = read_launch();
     Rendezvous rendezvous(launch, std::chrono::seconds(60));
     const auto process_group = make_process_group(rendezvous, launch, &as_it_is);
-    const auto group = Group::from(process_group);
-    const ThreadWorld world({.group = group, .local_rank = group->rank()});
-    torch::nn::Linear model(3, 4);
-    fully_shard(*model, {.mesh = Mesh::from_groups({group}, {"shard"}, c10::kCPU)});
-    const torch::NoGradGuard no_grad;
-    const auto expect_output = [&](double expected) {
-      const at::Tensor output = model->forward(torch::ones({1, 3}));
-      EXPECT_TRUE(output.equal(torch::full({1, 4}, expected))) << output;
-    };
-    for (auto& shard : model->parameters()) {
-      shard.fill_(1);
-    }
-    expect_output(4);
-    for (auto& shard : model->parameters()) {
-      Tensors tensors{shard};
-      process_group->allreduce(tensors)->wait();
-    }
-    expect_output(8);
-    Tensors weight{model->weight};
-    process_group->allreduce(weight)->wait();
-    expect_output(14);
+    expect_collectives_on_shards_are_read(process_group, Group::from(process_group));
+    expect_collectives_on_shards_are_read(process_group, Group::nearest(process_group, c10::kCPU));
     rendezvous.leave(std::chrono::seconds(20));
   });
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdio>
+#include <exception>
 #include <string>
 
 #include <gtest/gtest.h>
@@ -14,7 +15,7 @@ struct EndOfChild {
   std::string said; ///< on its standard error
 };
 
-/// How a forked child ends that runs `body`, which may return, or end it.
+/// How a forked child ends that runs `body`, which may return, throw, or end it.
 template <typename Body>
 EndOfChild end_of_child(const Body& body) {
   std::FILE* const said = std::tmpfile();
@@ -22,7 +23,12 @@ EndOfChild end_of_child(const Body& body) {
   if (child == 0) {
     dup2(fileno(said), STDERR_FILENO);
     alarm(60); // a child that hangs is a failure
-    body();
+    try {
+      body();
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "%s\n", error.what());
+      _exit(1);
+    }
     _exit(::testing::Test::HasFailure() ? 1 : 0);
   }
   EndOfChild end;
