@@ -80,14 +80,14 @@ void stop_readers(Group& group) {
   }
 }
 
-void begin_unseen_writes(Group& group, bool certain, const Label& label) {
+void begin_unseen_writes(Group& group, const Label& label) {
   {
     std::lock_guard lock(mutex);
     Users& of_group = users[&group];
     ++of_group.unseen_writers;
     of_group.left_unseen = false;
   }
-  group.begin_unseen_writes(certain, label);
+  group.begin_unseen_writes(/*certain=*/true, label);
 }
 
 void end_unseen_writes(Group& group) {

@@ -19,7 +19,7 @@ void stop_readers(Group& group);
 
 /// Shards may be written with no word to anybody until as many have said that this is over as have said that it begins:
 /// one root's next step says nothing of the shards of another.
-void begin_unseen_writes(Group& group, bool certain, const Label& label);
+void begin_unseen_writes(Group& group, const Label& label);
 void end_unseen_writes(Group& group);
 /// Who was to end them is gone.
 void forget_unseen_writes(Group& group);

@@ -418,7 +418,7 @@ void Runtime::finish_backward() {
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
   const WithoutCallersLock no_callers_lock;
-  begin_unseen_writes(std::exchange(delivered_, {}), /*certain=*/true, "end of backward");
+  begin_unseen_writes(std::exchange(delivered_, {}));
   for (Unit* unit : unsharded_) {
     unit->wait();
     unit->requested = false;
@@ -427,29 +427,45 @@ void Runtime::open_for_unseen_writes() {
   }
 }
 
-void Runtime::begin_unseen_writes(const std::vector<Unit*>& units, bool certain, const char* after) {
-  end_unseen_writes(); // of an earlier time, if no step has begun since
+namespace {
+
+/// Those in which others read the units' shards in place, each once, with one of its units.
+std::vector<std::pair<std::shared_ptr<Group>, const Unit*>> groups_read_in_place(const std::vector<Unit*>& units) {
+  std::vector<std::pair<std::shared_ptr<Group>, const Unit*>> groups;
   for (const Unit* unit : units) {
     for (const auto& bucket : unit->buckets()) {
       const auto& group = bucket->gather_group;
-      const auto& known = written_unseen_;
-      if (bucket->reads_in_place() && std::find(known.begin(), known.end(), group) == known.end()) {
-        written_unseen_.push_back(group);
-        group_users::begin_unseen_writes(*group, certain, unit->label(after));
+      const auto known = [&](const auto& other) { return other.first == group; };
+      if (bucket->reads_in_place() && std::none_of(groups.begin(), groups.end(), known)) {
+        groups.emplace_back(group, unit);
       }
     }
+  }
+  return groups;
+}
+
+} // namespace
+
+void Runtime::begin_unseen_writes(const std::vector<Unit*>& units) {
+  end_unseen_writes(); // of an earlier time, if no step has begun since
+  for (const auto& [group, unit] : groups_read_in_place(units)) {
+    written_unseen_.push_back(group);
+    group_users::begin_unseen_writes(*group, unit->label("end of backward"));
   }
 }
 
 // Nothing is whole yet, and on streams the first gather comes after them as it is. The time ends at a rank's first
-// gather, which waits for others only if this rank has written: ranks may begin with different models.
+// gather, which waits for others only if this rank has written: ranks may begin with different models. So nobody has to
+// end it, and a model that is never trained holds up no other's time.
 void Runtime::expect_first_values(const char* operation) {
   auto guard = lock();
   const InternalScope scope;
   const WithoutCallersLock no_callers_lock;
   std::vector<Unit*> units;
   each_unit([&units](Unit& unit) { units.push_back(&unit); });
-  begin_unseen_writes(units, /*certain=*/false, operation);
+  for (const auto& [group, unit] : groups_read_in_place(units)) {
+    group->begin_unseen_writes(/*certain=*/false, unit->label(operation));
+  }
 }
 
 void Runtime::begin_step(bool certainly) {

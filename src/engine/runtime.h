@@ -244,7 +244,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void wait_for_writes(const Stream& stream);
   void open_for_unseen_writes();
   /// Of units that others read in place.
-  void begin_unseen_writes(const std::vector<Unit*>& units, bool certain, const char* after);
+  void begin_unseen_writes(const std::vector<Unit*>& units);
   void end_unseen_writes();
   void check_not_broken(const char* operation) const;
   void look_at_forward_graph();

@@ -441,6 +441,33 @@ class WithLoss(nn.Module):
         return self.last(self.blocks(self.first(x))).pow(2).mean()
 
 
+class FrozenButForTheHead(nn.Sequential):
+    """Of two ranks, one has a part of the head, and the other nothing that is trained."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self[0].requires_grad_(False)
+
+
+@on_ranks(2)
+def test_steps_that_no_operator_shows_beside_a_model_that_is_never_trained():
+    teacher = shard_blocks(seeded(Stack).requires_grad_(False))
+
+    def make_step(model):
+        def step():
+            with torch.no_grad():
+                teacher(rows(0, WIDTH))
+            time.sleep(0.1 * (1 - dist.get_rank()))
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    values = numpy_of_local(parameter)
+                    values -= np.float32(RATE) * parameter.grad.to_local().numpy()
+
+        return step
+
+    check(make_step, make=FrozenButForTheHead)
+
+
 @on_ranks(2)
 def test_steps_by_another_method_with_evaluations_by_a_call_in_between():
     reference, model = seeded(WithLoss), seeded(WithLoss)
