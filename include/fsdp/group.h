@@ -103,6 +103,13 @@ struct ReduceScatter {
 
 enum class ReduceOp { kSum, kMax, kMin };
 
+/// What is known of writes to this rank's slices that nobody will announce.
+struct ExpectedWrites {
+  bool certain =
+      false; ///< a step of an optimizer follows; else there may be no write, and the next gather ends the time
+  std::vector<const void*> changes; ///< places in slices; none, though certain: this rank goes by those that have some
+};
+
 /// Ranks that act together: the narrow interface the engine needs from a means of communication.
 /// All ranks of a group call its collectives in the same order. Not thread safe: one thread at a time.
 class FSDP_API Group {
@@ -134,9 +141,8 @@ class FSDP_API Group {
 
   /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them
   /// with no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes.
-  /// `certain`: a step of an optimizer follows. Else there may be no write, and this rank's next gather ends the time.
   /// Collective.
-  virtual void begin_unseen_writes(bool certain, const Label& label) = 0;
+  virtual void begin_unseen_writes(const ExpectedWrites& expected, const Label& label) = 0;
   virtual void end_unseen_writes() = 0;
 
   virtual std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) = 0;

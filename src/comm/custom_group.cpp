@@ -88,7 +88,7 @@ class OtherAllGather final : public WithCollective {
   bool gathers_in_place() const override {
     return false;
   }
-  void begin_unseen_writes(bool /*certain*/, const Label&) override {}
+  void begin_unseen_writes(const ExpectedWrites&, const Label&) override {}
   void end_unseen_writes() override {}
 };
 

@@ -21,8 +21,8 @@ class DecoratedGroup : public Group {
   bool gathers_in_place() const override {
     return base_->gathers_in_place();
   }
-  void begin_unseen_writes(bool certain, const Label& label) override {
-    base_->begin_unseen_writes(certain, label);
+  void begin_unseen_writes(const ExpectedWrites& expected, const Label& label) override {
+    base_->begin_unseen_writes(expected, label);
   }
   void end_unseen_writes() override {
     base_->end_unseen_writes();

@@ -95,6 +95,8 @@ class alignas(64) Param {
   c10::ScalarType shard_dtype() const {
     return shard_.scalar_type();
   }
+  /// Where an optimizer will change it by such a gradient; null if nowhere, or if the host cannot see.
+  const void* change_by(const at::Tensor& gradient) const;
   /// Moves the shard into a home's memory, with its present values.
   void move_shard(void* memory, std::shared_ptr<void> home, c10::Device device);
   /// Until it is moved, a new parameter's shard lies in the whole that it was made of. For one that is not to be moved.

@@ -8,6 +8,7 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "base/nonzero.h"
 #include "base/view_into.h"
 #include "engine/backward_graph.h"
 #include "engine/bucket.h"
@@ -50,6 +51,16 @@ bool has_hooks_of_another_language(const at::Tensor& leaf) {
 
 at::Tensor Param::shard_gradient() const {
   return waiting_.is_shown() || !shown_ ? waiting_.own(shard_) : shown_->gradient();
+}
+
+const void* Param::change_by(const at::Tensor& gradient) const {
+  if (gradient.numel() == 0 || !gradient.is_cpu()) {
+    return nullptr;
+  }
+  const auto index = gradient.is_non_overlapping_and_dense() ? nonzero_element(gradient) : 0;
+  auto& storage = *shard_.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  const auto* memory = static_cast<const char*>(storage._mutable_data_ptr_no_checks().get());
+  return index && memory ? memory + (shard_.storage_offset() + *index) * c10::elementSize(shard_dtype()) : nullptr;
 }
 
 void Param::show_waiting_gradient() {

@@ -368,7 +368,7 @@ void Reducer::deliver(Reduction& reduction) {
 }
 
 void Reducer::deliver(Param& param, at::Tensor gradient) {
-  param.unit().runtime().gradient_delivered(param.unit());
+  param.unit().runtime().gradient_delivered(param, gradient);
   deliveries_.push_back({&param, std::move(gradient)});
 }
 

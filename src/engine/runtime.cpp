@@ -28,8 +28,8 @@ Runtime::Runtime(c10::Device device)
 }
 
 Runtime::~Runtime() {
-  for (const auto& group : written_unseen_) {
-    group_users::forget_unseen_writes(*group);
+  for (const auto& writer : written_unseen_) {
+    group_users::forget_unseen_writes(writer);
   }
 }
 
@@ -70,6 +70,9 @@ void Runtime::remove(Unit& unit) {
   std::replace(units_.begin(), units_.end(), &unit, static_cast<Unit*>(nullptr));
   std::erase(unsharded_, &unit);
   std::erase(delivered_, &unit);
+  if (delivered_.empty()) {
+    changes_.clear();
+  }
   reducer_.forget(unit);
   if (last_ == &unit) {
     last_ = nullptr;
@@ -103,6 +106,7 @@ void Runtime::adopt(Runtime& other) {
   broken_ = broken_ || other.broken_;
   const auto delivered = std::exchange(other.delivered_, {});
   delivered_.insert(delivered_.end(), delivered.begin(), delivered.end());
+  changes_.merge(other.changes_);
   const auto written = std::exchange(other.written_unseen_, {});
   written_unseen_.insert(written_unseen_.end(), written.begin(), written.end());
   auto self = shared_from_this();
@@ -335,9 +339,17 @@ bool Runtime::take_gradient(Param& param, const at::Tensor& handle) {
   return reducer_.has_deliveries();
 }
 
-void Runtime::gradient_delivered(Unit& unit) {
-  if (delivered_.empty() || delivered_.back() != &unit) { // one may come twice, which costs nothing
-    delivered_.push_back(&unit);
+void Runtime::gradient_delivered(Param& param, const at::Tensor& gradient) {
+  if (delivered_.empty() || delivered_.back() != &param.unit()) { // one may come twice, which costs nothing
+    delivered_.push_back(&param.unit());
+  }
+  Group& group = *param.bucket().gather_group;
+  if (group.gathers_in_place() && group.size() > 1) {
+    constexpr size_t kEnough = 64;
+    auto& places = changes_[&group];
+    if (const void* place = places.size() < kEnough ? param.change_by(gradient) : nullptr) {
+      places.push_back(place);
+    }
   }
 }
 
@@ -448,9 +460,10 @@ std::vector<std::pair<std::shared_ptr<Group>, const Unit*>> groups_read_in_place
 
 void Runtime::begin_unseen_writes(const std::vector<Unit*>& units) {
   end_unseen_writes(); // of an earlier time, if no step has begun since
+  auto changes = std::exchange(changes_, {});
   for (const auto& [group, unit] : groups_read_in_place(units)) {
-    written_unseen_.push_back(group);
-    group_users::begin_unseen_writes(*group, unit->label("end of backward"));
+    const Label label = unit->label("end of backward");
+    written_unseen_.push_back(group_users::begin_unseen_writes(group, std::move(changes[group.get()]), label));
   }
 }
 
@@ -464,7 +477,7 @@ void Runtime::expect_first_values(const char* operation) {
   std::vector<Unit*> units;
   each_unit([&units](Unit& unit) { units.push_back(&unit); });
   for (const auto& [group, unit] : groups_read_in_place(units)) {
-    group->begin_unseen_writes(/*certain=*/false, unit->label(operation));
+    group->begin_unseen_writes({}, unit->label(operation));
   }
 }
 
@@ -489,8 +502,8 @@ void Runtime::begin_step(bool certainly) {
 }
 
 void Runtime::end_unseen_writes() {
-  for (const auto& group : std::exchange(written_unseen_, {})) {
-    group_users::end_unseen_writes(*group);
+  for (const auto& writer : std::exchange(written_unseen_, {})) {
+    group_users::end_unseen_writes(writer);
   }
 }
 
@@ -513,6 +526,7 @@ void Runtime::reset() {
   ++backwards_; // what the broken one has queued may go later
   broken_ = false;
   delivered_.clear();
+  changes_.clear();
   end_step();
   is_last_backward_ = true;
   last_ = nullptr;

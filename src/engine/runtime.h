@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,7 @@
 
 #include "base/stream.h"
 #include "engine/forward_graph.h"
+#include "engine/group_users.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 
@@ -149,7 +151,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Not by way of a handle: the first of a backward, perhaps, while others of the shard wait in its `grad`.
   void gradient_comes_to_shard(const WaitingGradient& waiting);
   /// A shard gets its gradient when the lock is free: an optimizer may be about to step then.
-  void gradient_delivered(Unit& unit);
+  void gradient_delivered(Param& param, const at::Tensor& gradient);
   void set_is_last_backward(bool last) {
     is_last_backward_ = last;
   }
@@ -277,7 +279,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool calls_are_noted_ = false; // the program says when a step begins
   std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
-  std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
+  std::map<Group*, std::vector<const void*>> changes_; // some places in shards that an optimizer changes by these
+  std::vector<group_users::UnseenWriter> written_unseen_; // of groups whose shards may be written so
   Step step_;
   ForwardGraph forward_graph_; // of the calls in this step, as far as it is known
   bool expects_calls_ = false;

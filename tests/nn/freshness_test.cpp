@@ -48,11 +48,13 @@ struct Program {
   Between after_write = kNothing;
   FullyShardOptions options = {};
   bool root_only = false;
+  std::function<nn::Sequential()> make = nullptr; ///< a stack of three, if null
 };
 
+std::recursive_mutex making; // ranks are threads, and random numbers the process's
+
 nn::Sequential stack_of(int layers, int64_t width = 6) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  const std::scoped_lock lock(making);
   torch::manual_seed(1);
   nn::Sequential model;
   for (int i = 0; i < layers; ++i) {
@@ -62,9 +64,52 @@ nn::Sequential stack_of(int layers, int64_t width = 6) {
   return model;
 }
 
+/// Only the head is trained, of which one rank has all.
+nn::Sequential frozen_but_for_the_head() {
+  const std::scoped_lock lock(making);
+  nn::Sequential model = stack_of(2);
+  for (auto& parameter : model->parameters()) {
+    parameter.set_requires_grad(false);
+  }
+  nn::Linear head(6, 1);
+  const torch::NoGradGuard no_grad;
+  head->weight.fill_(0.5);
+  head->bias.fill_(0.25);
+  model->push_back(head);
+  return model;
+}
+
+/// Only an embedding is trained, of which two rows are looked up: the first rank's.
+struct SignsImpl : nn::Module {
+  SignsImpl() {
+    const torch::NoGradGuard no_grad;
+    embedding->weight.copy_(subjects::data(0, 0, {12, 6}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return embedding->forward(x.select(1, 0).gt(0).to(torch::kLong));
+  }
+  nn::Embedding embedding = register_module("embedding", nn::Embedding(12, 6));
+};
+TORCH_MODULE(Signs);
+
+nn::Sequential embedding_of_which_little_is_used() {
+  const std::scoped_lock lock(making);
+  const nn::Sequential rest = stack_of(1);
+  for (auto& parameter : rest->parameters()) {
+    parameter.set_requires_grad(false);
+  }
+  nn::Sequential model;
+  model->push_back(Signs());
+  model->push_back(nn::Tanh());
+  for (const auto& layer : *rest) {
+    model->push_back(layer);
+  }
+  return model;
+}
+
 // Losses of each step, then all whole parameters.
 std::vector<at::Tensor> train(const Program& program, int steps = 6) {
-  nn::Sequential model = stack_of(3);
+  nn::Sequential model = program.make ? program.make() : stack_of(3);
   for (size_t i = 0; i < model->size() && !program.root_only; i += 2) {
     fully_shard(*model[i], program.options);
   }
@@ -159,6 +204,25 @@ TEST_P(Freshness, AnEvaluationAfterThem) {
     const auto expected = std::exchange(*seen, {});
     train({.write = past_all_operators, .after_write = evaluate});
     expect_equal(*seen, expected);
+  });
+}
+
+TEST_P(Freshness, WritesThatChangeNothingOnSomeRanks) {
+  on_ranks(GetParam(), [] {
+    const auto seen = std::make_shared<std::vector<at::Tensor>>();
+    const Between evaluate = [seen](nn::Sequential& model, int step) {
+      const torch::NoGradGuard no_grad;
+      seen->push_back(model->forward(subjects::data(0, step, {2, 6})));
+    };
+    for (const auto make : {frozen_but_for_the_head, embedding_of_which_little_is_used}) {
+      expect_no_difference({.make = make});
+      expect_no_difference({.before_write = evaluate, .make = make});
+      seen->clear();
+      train({.write = with_an_operator, .after_write = evaluate, .make = make});
+      const auto expected = std::exchange(*seen, {});
+      train({.write = past_all_operators, .after_write = evaluate, .make = make});
+      expect_equal(*seen, expected);
+    }
   });
 }
 

@@ -108,16 +108,11 @@ struct Program {
   int in_flight = 1;
   double divisor = 0; ///< the number of ranks, if 0
   Optimizer optimizer = Optimizer::kOperators;
+  bool plain_steps = false; ///< which leave as it is whatever gets no gradient
   std::vector<StepPlan> steps;
   /// What several checkpointed segments use may be reduced in several parts.
   bool differs_by_roundings = false;
 
-  /// Whether each rank has a piece of the first layer, which is always trained: with raw writes, one that writes
-  /// nothing does not know when the others are through.
-  bool all_ranks_write() const {
-    const int64_t chunk = (width + arrangement.shards - 1) / arrangement.shards;
-    return (arrangement.shards - 1) * chunk < width;
-  }
   std::string str() const;
 };
 
@@ -145,7 +140,8 @@ inline std::string Program::str() const {
       << (flat && flat->shown_as_one ? " as one" : "") << (zeros ? ", zeros" : "")
       << (stays_whole ? ", stays whole" : "") << (separate_group ? ", separate group" : "")
       << (companions > 0 ? ", companions " + std::to_string(companions) : "") << (turns_differ ? " in other turns" : "")
-      << ", in flight " << in_flight << ", divisor " << divisor << ", " << name_of(optimizer);
+      << ", in flight " << in_flight << ", divisor " << divisor << ", " << name_of(optimizer)
+      << (plain_steps ? ", plain" : "");
   for (const auto& [label, dtype] : {std::pair{"param", precision.param_dtype}, {"reduce", precision.reduce_dtype}}) {
     out << (dtype ? std::string(", ") + label + " " + c10::toString(*dtype) : "");
   }
@@ -239,6 +235,7 @@ class Drawing {
     if (draw_.chance(35)) {
       program_.optimizer = Optimizer::kRaw;
     }
+    program_.plain_steps = draw_.chance(40);
   }
 
   void draw_cut() {
@@ -304,10 +301,9 @@ class Drawing {
       }
       program_.differs_by_roundings = has_checkpoints_;
     }
-    const bool first_is_trained = program_.zeros || program_.optimizer == Optimizer::kRaw;
     const int share = is_shown_as_one() ? 0 : draw_.one_of<int>({0, 0, 20, 50}); // as one, or not at all
     for (int i = 0; i < static_cast<int>(model_->named_parameters().size()); ++i) {
-      if (draw_.chance(share) && !(first_is_trained && i < 2)) {
+      if (draw_.chance(share) && !(program_.zeros && i < 2)) {
         program_.frozen.push_back(i);
       }
     }

@@ -29,7 +29,7 @@ class Sharded {
     model_->to(mesh.device());
     shard();
     choose_settings();
-    optimize_ = make_optimizer(program_.optimizer, shards());
+    optimize_ = make_optimizer(program_.optimizer, program_.plain_steps, shards());
     if (program_.companions > 0) {
       companion_.emplace(static_cast<int>(program_.seed), program_.companions, program_.turns_differ);
     }
@@ -282,7 +282,7 @@ class Sharded {
         model_->to(torch::kDouble);
         model_->zero_grad();
         settle();
-        optimize_ = make_optimizer(program_.optimizer, shards());
+        optimize_ = make_optimizer(program_.optimizer, program_.plain_steps, shards());
         return;
       case What::kReplaceShards:
         for (auto& shard : shards()) {
@@ -329,7 +329,7 @@ class Sharded {
       model_ = twin;
       choose_settings();
       see_shards();
-      optimize_ = make_optimizer(program_.optimizer, shards());
+      optimize_ = make_optimizer(program_.optimizer, program_.plain_steps, shards());
       return;
     }
     std::swap(model_, twin);
@@ -482,7 +482,7 @@ class Sharded {
     for (const auto* param : params()) {
       see_piece(param->shard(), param->shard_gradient());
     }
-    if (program_.optimizer == Optimizer::kRaw && (program_.stays_whole || !program_.all_ranks_write())) {
+    if (program_.optimizer == Optimizer::kRaw && program_.stays_whole) {
       top.note_shard_writes(); // what is kept whole is not gathered anew else
     }
     optimize_();

@@ -16,11 +16,12 @@ using Notes = std::vector<Note>;
 /// Tells whoever watches memory of a use that no operator shows.
 inline std::function<void(const at::Tensor&, bool writes)> note_raw_use = [](const at::Tensor&, bool) {};
 
-/// Decays to a half and follows a gradient with momentum, so that no element stays as it was. Products are exact, so
-/// that it does not matter what computes them.
+/// Decays to a half and follows a gradient with momentum, so that no element stays as it was; or, if plain, follows it
+/// only. Products are exact, so that it does not matter what computes them.
 class SimpleOptimizer {
  public:
-  SimpleOptimizer(std::vector<at::Tensor> parameters, bool raw) : parameters_(std::move(parameters)), raw_(raw) {
+  SimpleOptimizer(std::vector<at::Tensor> parameters, bool plain, bool raw)
+      : parameters_(std::move(parameters)), plain_(plain), raw_(raw) {
     velocities_.resize(parameters_.size());
   }
 
@@ -32,10 +33,12 @@ class SimpleOptimizer {
         continue;
       }
       auto& velocity = velocities_[i];
-      velocity = velocity.defined() ? velocity * 0.5 + gradient : gradient.clone();
+      velocity = velocity.defined() && !plain_ ? velocity * 0.5 + gradient : gradient.clone();
       if (!raw_) {
         parameters_[i].sub_(velocity, 0.125);
-        parameters_[i].sub_(parameters_[i] - 0.5, 0.0625);
+        if (!plain_) {
+          parameters_[i].sub_(parameters_[i] - 0.5, 0.0625);
+        }
       } else if (parameters_[i].scalar_type() == torch::kDouble) {
         write_raw<double>(parameters_[i], velocity);
       } else {
@@ -46,7 +49,7 @@ class SimpleOptimizer {
 
  private:
   template <typename T>
-  static void write_raw(at::Tensor& parameter, const at::Tensor& velocity) {
+  void write_raw(at::Tensor& parameter, const at::Tensor& velocity) const {
     const at::Tensor steps = at::empty_like(parameter).copy_(velocity); // strides as the parameter's
     note_raw_use(steps, /*writes=*/false);
     note_raw_use(parameter, /*writes=*/true);
@@ -54,22 +57,23 @@ class SimpleOptimizer {
     const T* const velocities = steps.data_ptr<T>();
     for (int64_t i = 0; i < parameter.numel(); ++i) {
       values[i] -= T(0.125) * velocities[i];
-      values[i] -= T(0.0625) * (values[i] - T(0.5));
+      values[i] -= plain_ ? T(0) : T(0.0625) * (values[i] - T(0.5));
     }
   }
 
   std::vector<at::Tensor> parameters_;
   std::vector<at::Tensor> velocities_;
+  bool plain_;
   bool raw_;
 };
 
-inline std::function<void()> make_optimizer(Optimizer kind, const std::vector<at::Tensor>& parameters) {
+inline std::function<void()> make_optimizer(Optimizer kind, bool plain, const std::vector<at::Tensor>& parameters) {
   if (kind == Optimizer::kAdamW) {
     auto optimizer =
         std::make_shared<torch::optim::AdamW>(parameters, torch::optim::AdamWOptions(1.0 / 64).eps(1.0 / 64));
     return [optimizer] { optimizer->step(); };
   }
-  auto optimizer = std::make_shared<SimpleOptimizer>(parameters, kind == Optimizer::kRaw);
+  auto optimizer = std::make_shared<SimpleOptimizer>(parameters, plain, kind == Optimizer::kRaw);
   return [optimizer] { optimizer->step(); };
 }
 
@@ -195,7 +199,7 @@ class Unsharded {
         of_rank.push_back(buffer.clone());
       }
     }
-    optimize_ = make_optimizer(kind_of_optimizer(), masters_);
+    optimize_ = make_optimizer(kind_of_optimizer(), program_.plain_steps, masters_);
   }
 
   /// As the sharded run's: how a part's function is called decides the order in which gradients are added.
@@ -346,7 +350,7 @@ class Unsharded {
         note_parameters("clone");
         if ((choice & 1) != 0) {
           forget_gradients(false);
-          optimize_ = make_optimizer(kind_of_optimizer(), masters_);
+          optimize_ = make_optimizer(kind_of_optimizer(), program_.plain_steps, masters_);
         }
         return;
       case What::kSummon:
@@ -418,7 +422,7 @@ class Unsharded {
     }
     masters_were_written();
     forget_gradients(false);
-    optimize_ = make_optimizer(kind_of_optimizer(), masters_);
+    optimize_ = make_optimizer(kind_of_optimizer(), program_.plain_steps, masters_);
   }
 
   void break_a_step(const Event& event) {

@@ -101,8 +101,9 @@ def written_by(way):
     def make_step(model):
         def step():
             for parameter in model.parameters():
-                values = way(parameter)
-                values -= np.float32(RATE) * parameter.grad.to_local().numpy()
+                if parameter.grad is not None:
+                    values = way(parameter)
+                    values -= np.float32(RATE) * parameter.grad.to_local().numpy()
 
         return step
 
@@ -449,6 +450,17 @@ class FrozenButForTheHead(nn.Sequential):
         self[0].requires_grad_(False)
 
 
+class LittleUsed(nn.Sequential):
+    """Only an embedding is trained, of which two rows are looked up: the first rank's."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(4 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self[2].requires_grad_(False)
+
+    def forward(self, x):
+        return super().forward((x[:, 0] > 0).long())
+
+
 @on_ranks(2)
 def test_steps_that_no_operator_shows_beside_a_model_that_is_never_trained():
     teacher = shard_blocks(seeded(Stack).requires_grad_(False))
@@ -458,14 +470,42 @@ def test_steps_that_no_operator_shows_beside_a_model_that_is_never_trained():
             with torch.no_grad():
                 teacher(rows(0, WIDTH))
             time.sleep(0.1 * (1 - dist.get_rank()))
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    values = numpy_of_local(parameter)
-                    values -= np.float32(RATE) * parameter.grad.to_local().numpy()
+            write()
 
+        write = written_by(numpy_of_local)(model)
         return step
 
-    check(make_step, make=FrozenButForTheHead)
+    for evaluates in (False, True):
+        check(make_step, make=FrozenButForTheHead, evaluates=evaluates)
+
+
+@pytest.mark.meet(2)
+@pytest.mark.parametrize("make", [FrozenButForTheHead, LittleUsed])
+@on_ranks(2, 3)
+def test_evaluations_around_steps_that_change_nothing_on_some_ranks(make):
+    def after_an_evaluation(model):
+        def step():
+            with torch.no_grad():
+                model(rows(0, WIDTH))
+            dist.barrier()
+            write()
+
+        write = written_by(numpy_of_local)(model)
+        return step
+
+    check(after_an_evaluation, make=make)
+    check(written_by(numpy_of_local), make=make, evaluates=True)
+
+
+@on_ranks(2, 3)
+def test_an_evaluation_after_a_step_that_was_left_out_where_some_ranks_have_nothing_to_write():
+    """As a gradient scaler does: what is reduced elsewhere then needs all of them."""
+    model = shard_blocks(seeded(FrozenButForTheHead))
+    for step in range(3):
+        loss_of(model, mine(rows(step, WIDTH))).backward()
+        with torch.no_grad():
+            result = model(mine(rows(step, WIDTH))).sum()
+        dist.all_reduce(result)
 
 
 @on_ranks(2)

@@ -96,7 +96,7 @@ class C10dGroup final : public Group {
     return false;
   }
 
-  void begin_unseen_writes(bool /*certain*/, const Label&) override {} // nobody reads what another rank writes
+  void begin_unseen_writes(const ExpectedWrites&, const Label&) override {} // nobody reads what another rank writes
   void end_unseen_writes() override {}
 
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {

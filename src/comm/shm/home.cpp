@@ -112,7 +112,7 @@ class GatheredPieces final : public Gathered {
     if (home_->layout.any_in_place) {
       core.phases.publish_writes();
       if (home_->was_gathered) { // else all ranks have met since, and go on together
-        core.unseen_writes.before_gather();
+        look_ = core.unseen_writes.before_gather();
       }
     }
     if (home_->layout.any_cast) {
@@ -137,7 +137,7 @@ class GatheredPieces final : public Gathered {
     core.members->throw_if_failed(label_); // also in a forked child
     if (home_->layout.any_in_place) {
       core.phases.await_readable(label_);
-      core.unseen_writes.await_others(label_);
+      core.unseen_writes.await_others(look_, label_);
     }
     if (arrival_) {
       core.collectives.finish(arrival_);
@@ -188,6 +188,7 @@ class GatheredPieces final : public Gathered {
 
   std::shared_ptr<SharedHome> home_;
   Label label_;
+  uint64_t look_ = 0; // see UnseenWrites
   std::optional<Scratch::Region> region_; // if something is cast
   Collectives::StepPointer arrival_;
 };

@@ -21,8 +21,8 @@ class ShmGroup final : public Group {
     return true;
   }
 
-  void begin_unseen_writes(bool certain, const Label& label) override {
-    core_->unseen_writes.begin(certain, label);
+  void begin_unseen_writes(const ExpectedWrites& expected, const Label& label) override {
+    core_->unseen_writes.begin(expected, label);
   }
 
   void end_unseen_writes() override {

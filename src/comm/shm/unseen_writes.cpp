@@ -2,14 +2,17 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 namespace fsdp::shm {
 namespace {
 
 constexpr size_t kGlances = 64; // slices that are looked at
-constexpr size_t kLook = 64; // bytes at either end of one
+constexpr size_t kLook = 64; // bytes at either end of one, and at a place that is expected to change
+constexpr uint32_t kEnough = UINT32_MAX; // looks of a rank that has nothing to write, or is through
 
-uint64_t digest(uint64_t value, const char* memory, size_t bytes) {
+uint64_t digest(const char* memory, size_t bytes) {
+  uint64_t value = 0;
   for (size_t i = 0; i < bytes; i += sizeof(uint64_t)) {
     uint64_t word = 0;
     std::memcpy(&word, memory + i, std::min(sizeof(word), bytes - i));
@@ -19,49 +22,91 @@ uint64_t digest(uint64_t value, const char* memory, size_t bytes) {
   return value;
 }
 
-// Of both ends.
-uint64_t glance(const char* memory, size_t bytes) {
-  const size_t first = std::min(bytes, kLook), last = std::min(bytes - first, kLook);
-  return digest(digest(0, memory, first), memory + bytes - last, last);
+} // namespace
+
+void UnseenWrites::glance_at(const char* memory, size_t bytes) {
+  bytes = std::min(bytes, kLook);
+  glances_.push_back({memory, bytes, digest(memory, bytes)});
 }
 
-} // namespace
+void UnseenWrites::glance_at_ends(const char* memory, size_t bytes) {
+  glance_at(memory, bytes);
+  glance_at(memory + bytes - std::min(bytes, kLook), bytes);
+}
 
 void UnseenWrites::watch(const char* memory, size_t bytes) {
   if (bytes > 0) {
     const std::scoped_lock lock(mutex_);
-    slices_[memory] = {bytes, glance(memory, bytes)};
+    slices_[memory] = bytes;
+    glance_at_ends(memory, bytes);
   }
 }
 
 void UnseenWrites::forget(const char* memory) {
   const std::scoped_lock lock(mutex_);
-  slices_.erase(memory);
+  const auto slice = slices_.find(memory);
+  if (slice == slices_.end()) {
+    return;
+  }
+  const auto is_in_it = [&](const char* place) { return place >= memory && place < memory + slice->second; };
+  std::erase_if(expected_, is_in_it);
+  std::erase_if(glances_, [&](const Glance& glance) { return is_in_it(glance.memory); });
+  slices_.erase(slice);
 }
 
-// An optimizer changes nearly everything: some of it tells.
-void UnseenWrites::look() {
+void UnseenWrites::expect(const std::vector<const void*>& changes) {
   const std::scoped_lock lock(mutex_);
-  const size_t stride = slices_.size() / kGlances + 1;
-  size_t index = 0;
-  for (auto& [memory, slice] : slices_) {
-    slice.seen = index++ % stride == 0 ? std::optional(glance(memory, slice.bytes)) : std::nullopt;
+  expected_.clear();
+  for (const void* change : changes) {
+    const auto* place = static_cast<const char*>(change);
+    const auto after = slices_.upper_bound(place);
+    if (after != slices_.begin() && place < std::prev(after)->first + std::prev(after)->second) {
+      expected_.push_back(place);
+    }
   }
 }
 
-bool UnseenWrites::may_have_written() const {
+// An optimizer changes nearly everything: some of it tells.
+void UnseenWrites::begin_phase() {
   const std::scoped_lock lock(mutex_);
-  return (slices_.empty() && certain_) || std::any_of(slices_.begin(), slices_.end(), [](const auto& item) {
-           const auto& [memory, slice] = item;
-           return slice.seen && *slice.seen != glance(memory, slice.bytes);
-         });
+  glances_.clear();
+  const size_t stride = slices_.size() / kGlances + 1;
+  size_t index = 0;
+  for (const auto& [memory, bytes] : slices_) {
+    if (index++ % stride == 0) {
+      glance_at_ends(memory, bytes);
+    }
+  }
+  for (const char* place : expected_) {
+    const auto slice = std::prev(slices_.upper_bound(place));
+    glance_at(place, static_cast<size_t>(slice->first + slice->second - place));
+  }
+  looks_ = 0;
+  goes_by_others_ = certain_ && expected_.empty();
+  if (goes_by_others_) {
+    members_.publish(members_.mine().looked, numbered(kEnough));
+  }
 }
 
-void UnseenWrites::begin(bool certain, const Label& label) {
-  certain_ = certain || (last_ && certain_);
+bool UnseenWrites::has_written() const {
+  const std::scoped_lock lock(mutex_);
+  return std::any_of(glances_.begin(), glances_.end(), [](const Glance& glance) {
+    return glance.digest != digest(glance.memory, glance.bytes);
+  });
+}
+
+uint64_t UnseenWrites::numbered(uint32_t look) const {
+  return phases_.entered() << 32 | look;
+}
+
+void UnseenWrites::begin(const ExpectedWrites& expected, const Label& label) {
+  if (expected.certain) {
+    expect(expected.changes);
+  }
+  certain_ = expected.certain || (last_ && certain_);
   leave();
   phases_.begin_write(label);
-  look();
+  begin_phase();
   last_ = true;
   has_to_wait_ = false;
 }
@@ -72,24 +117,34 @@ void UnseenWrites::end() {
 }
 
 void UnseenWrites::leave() {
-  has_to_wait_ = has_to_wait_ || phases_.writing();
-  phases_.publish_writes();
+  if (phases_.writing()) {
+    has_to_wait_ = true;
+    phases_.publish_writes();
+    members_.publish(members_.mine().looked, numbered(kEnough)); // second: who sees it sees the first
+  }
 }
 
-void UnseenWrites::before_gather() {
+uint64_t UnseenWrites::before_gather() {
   if (!phases_.writing()) {
-    return;
+    return 0;
   }
-  if (may_have_written()) {
+  const uint64_t look = numbered(++looks_);
+  if (has_written()) {
     leave();
   } else if (!certain_) {
     phases_.publish_writes();
     last_ = false;
+  } else if (!goes_by_others_) {
+    members_.publish(members_.mine().looked, look);
   }
+  return look;
 }
 
 // Who cannot go on without this rank does not write either.
-void UnseenWrites::await_others(const Label& label) {
+void UnseenWrites::await_others(uint64_t look, const Label& label) {
+  if (goes_by_others_ && phases_.writing() && look > numbered(0)) { // else all have met since
+    follow_others(look, label);
+  }
   if (!has_to_wait_) {
     return;
   }
@@ -106,11 +161,21 @@ void UnseenWrites::await_others(const Label& label) {
   has_to_wait_ = !all_are_through;
 }
 
+void UnseenWrites::follow_others(uint64_t look, const Label& label) {
+  members_.await_all(
+      label, [&](int r) { return members_.slot(r).looked.load() >= look || members_.waits_for_this_rank(r); });
+  for (int r = 0; r < members_.size(); ++r) {
+    if (members_.slot(r).closed.load() >= phases_.entered()) {
+      leave();
+    }
+  }
+}
+
 void UnseenWrites::resume(bool last_everywhere) {
   phases_.resume(last_everywhere);
   has_to_wait_ = false;
   if (last_everywhere) {
-    look();
+    begin_phase();
   }
 }
 

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <optional>
+#include <vector>
+
+#include <fsdp/group.h>
 
 #include "comm/shm/phases.h"
 
@@ -16,9 +18,13 @@ namespace fsdp::shm {
 /// All ranks enter one when backward has ended, after which nobody reads in place what is about to be written. A rank
 /// is through with it when the time is over (the program says so, or its next backward begins), when it announces a
 /// write after all, or when a gather finds its slices changed; a gather after that waits for the others to be through.
-/// A rank whose slices are as they were has not begun: it may look at parameters alone. Who has no slices has nothing
-/// to write, and goes by the others. An exchange ends the phase, and if the time lasts for all of them, all enter the
-/// next. Where a write is not certain, a rank's first gather ends the time for it. Same thread safety as Members.
+/// A rank whose slices are as they were has not begun: it may look at parameters alone. An exchange ends the phase, and
+/// if the time lasts for all of them, all enter the next. Where a write is not certain, a rank's first gather ends the
+/// time for it.
+///
+/// Slices in which nothing is expected to change do not tell. Such a rank goes by the others: its n-th gather within
+/// the phase waits until each of them has begun its n-th too, as it would if gathers moved anything, or is through; if
+/// one is, this rank is too from then on. Same thread safety as Members.
 class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
@@ -27,13 +33,13 @@ class UnseenWrites {
   void watch(const char* memory, size_t bytes);
   void forget(const char* memory);
 
-  void begin(bool certain, const Label& label);
+  void begin(const ExpectedWrites& expected, const Label& label);
   void end();
   /// The phase is over for this rank, which has written or waits for all; the time may go on.
   void leave();
-  /// Around a gather: before the first look at others' memory.
-  void before_gather();
-  void await_others(const Label& label);
+  /// Around a gather, of which the first tells the number: before the first look at others' memory.
+  uint64_t before_gather();
+  void await_others(uint64_t look, const Label& label);
 
   /// As in Phases: around a collective that waits for all ranks, before which they leave.
   bool last() const {
@@ -42,17 +48,27 @@ class UnseenWrites {
   void resume(bool last_everywhere);
 
  private:
-  struct Slice {
+  struct Glance {
+    const char* memory;
     size_t bytes;
-    std::optional<uint64_t> seen; // when the phase began, if it is one of those that are looked at
+    uint64_t digest;
   };
-  void look();
-  bool may_have_written() const;
+  void glance_at(const char* memory, size_t bytes);
+  void glance_at_ends(const char* memory, size_t bytes);
+  void expect(const std::vector<const void*>& changes);
+  void begin_phase();
+  bool has_written() const;
+  uint64_t numbered(uint32_t look) const;
+  void follow_others(uint64_t look, const Label& label);
 
   Members& members_;
   Phases phases_;
-  mutable std::mutex mutex_;
-  std::map<const char*, Slice> slices_;
+  mutable std::mutex mutex_; // of the next three
+  std::map<const char*, size_t> slices_; // and their bytes
+  std::vector<const char*> expected_; // places in them that will change
+  std::vector<Glance> glances_; // as it was when the phase began
+  bool goes_by_others_ = false;
+  uint32_t looks_ = 0; // gathers of this phase
   bool last_ = false;
   bool certain_ = false;
   bool has_to_wait_ = false; // for the others, before it gathers

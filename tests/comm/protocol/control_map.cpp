@@ -18,6 +18,7 @@ std::string name_of(size_t offset) {
       {offset_of(&RankSlot::published), "published"},
       {offset_of(&RankSlot::opened), "opened"},
       {offset_of(&RankSlot::closed), "closed"},
+      {offset_of(&RankSlot::looked), "looked"},
       {offset_of(&RankSlot::heard), "heard"},
       {offset_of(&RankSlot::reading), "reading"}};
   const auto found = names.find(offset);

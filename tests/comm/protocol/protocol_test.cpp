@@ -63,10 +63,18 @@ class Trainer {
 
   /// As a touch of a handle, which then points into the home until `release`.
   void gather(int number) {
+    start_gather(number);
+    finish_gather(number);
+  }
+  /// As a unit that is gathered ahead.
+  void start_gather(int number) {
     begin_operation();
     let_go(number);
     Unit& unit = units_.at(static_cast<size_t>(number));
     unit.gathered = unit.home->gather(label_);
+  }
+  void finish_gather(int number) {
+    Unit& unit = units_.at(static_cast<size_t>(number));
     unit.gathered->wait();
     reads(number) = gathered_as_ == c10::kFloat;
     read(number);
@@ -102,28 +110,41 @@ class Trainer {
     write_all();
   }
 
+  /// The other ranks' slices get no gradients: whatever nobody announces leaves them as they are.
+  void only_gradients_of(int rank) {
+    only_ = rank;
+  }
   /// From here on shards may be written with no word to anybody.
   void end_backward() {
     begin_operation();
     release();
-    group_->begin_unseen_writes(/*certain=*/true, label_);
+    ExpectedWrites expected{.certain = true, .changes = {}};
+    if (gets_gradients(rank())) {
+      expected.changes = {units_[0].home->slice(0)};
+    }
+    group_->begin_unseen_writes(expected, label_);
   }
   /// So they may from here on, until a gather.
   void show_new_shards() {
     begin_operation();
     release();
-    group_->begin_unseen_writes(/*certain=*/false, label_);
+    group_->begin_unseen_writes({}, label_);
   }
   void write_unseen(int number) {
     begin_operation();
     exploring::pause();
-    change(number);
+    change(number, /*seen=*/false);
   }
   void write_all_unseen() {
     write_unseen(0);
     write_unseen(1);
   }
 
+  /// In another group, of another library.
+  void foreign_barrier() {
+    begin_operation();
+    exploring::exchange("");
+  }
   void barrier() {
     begin_operation();
     const auto word = [this](int rank) { return std::to_string(barriers_) + "/" + std::to_string(rank); };
@@ -180,6 +201,7 @@ class Trainer {
     std::shared_ptr<Home> home;
     std::unique_ptr<Gathered> gathered;
     float version = 1;
+    float unseen = 0; // of these changes, were with no word
   };
 
   void begin_operation() {
@@ -203,18 +225,32 @@ class Trainer {
       const float value = gathered_as_ == c10::kFloat
                               ? static_cast<const float*>(memory)[i]
                               : static_cast<float>(static_cast<const c10::BFloat16*>(memory)[i]);
-      if (value != unit.version) {
+      const auto of = static_cast<int>(i / kEach);
+      const float expected = version_of(unit, of);
+      if (value != expected) {
         exploring::violate(
             "rank " + std::to_string(rank()) + " read version " + std::to_string(static_cast<int>(value)) +
-            " of rank " + std::to_string(i / kEach) + "'s slice of unit " + std::to_string(number) + ", expected " +
-            std::to_string(static_cast<int>(unit.version)));
+            " of rank " + std::to_string(of) + "'s slice of unit " + std::to_string(number) + ", expected " +
+            std::to_string(static_cast<int>(expected)));
       }
     }
   }
-  static void fill(Unit& unit) {
-    std::fill_n(static_cast<float*>(unit.home->slice(0)), kEach, unit.version);
+  bool gets_gradients(int of) const {
+    return only_ < 0 || of == only_;
   }
-  void change(int number) {
+  float version_of(const Unit& unit, int of) const {
+    return unit.version - (gets_gradients(of) ? 0 : unit.unseen);
+  }
+  void fill(Unit& unit) const {
+    std::fill_n(static_cast<float*>(unit.home->slice(0)), kEach, version_of(unit, rank()));
+  }
+  void change(int number, bool seen = true) {
+    Unit& unit = units_.at(static_cast<size_t>(number));
+    unit.version += 1;
+    unit.unseen += seen ? 0 : 1;
+    if (!seen && !gets_gradients(rank())) {
+      return;
+    }
     for (int r = 0; r < exploring::ranks(); ++r) {
       if (r != rank() && readers.at(static_cast<size_t>(number)).at(static_cast<size_t>(r))) {
         exploring::violate(
@@ -222,8 +258,6 @@ class Trainer {
             std::to_string(r) + " reads it");
       }
     }
-    Unit& unit = units_.at(static_cast<size_t>(number));
-    unit.version += 1;
     fill(unit);
   }
 
@@ -235,6 +269,7 @@ class Trainer {
   int reductions_ = 0; // on their way
   int operations_ = 0;
   int abort_at_ = -1;
+  int only_ = -1; // rank that gets gradients; all if negative
 };
 
 using Program = std::function<void(Trainer&)>;
@@ -490,6 +525,107 @@ TEST(Protocol, SomethingIsPutTogetherAmongUnseenWrites) {
   }
 }
 
+// -- where only one rank's slices get gradients
+
+void train_one_slice(Trainer& me) {
+  me.only_gradients_of(1);
+  train_unseen(me);
+}
+
+TEST(Protocol, RanksWithoutGradientsReadWhatAnotherHasWritten) {
+  expect_right(&train_one_slice);
+}
+
+TEST(Protocol, RanksWithoutGradientsStepAfterStep) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(1);
+    for (int i = 0; i < 2; ++i) {
+      me.gather(0);
+      me.end_backward();
+      me.write_unseen(0);
+    }
+    me.gather(0);
+  });
+}
+
+TEST(Protocol, RanksWithoutGradientsEvaluateBeforeTheStep) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(1);
+    me.end_backward();
+    me.gather_all();
+    me.release();
+    me.foreign_barrier();
+    me.write_all_unseen();
+    me.gather_all();
+  });
+}
+
+TEST(Protocol, ARankWithoutGradientsReadsAlone) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(1);
+    me.end_backward();
+    me.write_all_unseen();
+    if (me.rank() == 0) {
+      me.gather(1);
+    }
+    me.gather_all();
+    me.end_backward();
+    me.write_unseen(1);
+    me.gather(1);
+  });
+}
+
+TEST(Protocol, RanksWithoutGradientsAndAnOptimizerWhoseWritesAreSeen) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(1);
+    me.end_backward();
+    me.gather(1);
+    me.write_all();
+    me.gather_all();
+  });
+}
+
+TEST(Protocol, RanksWithoutGradientsMeetWhileTheyGatherAhead) {
+  expect_right(
+      [](Trainer& me) {
+        me.only_gradients_of(1);
+        me.end_backward();
+        me.start_gather(0);
+        me.barrier();
+        me.finish_gather(0);
+        me.release();
+        me.foreign_barrier();
+        me.write_all_unseen();
+        me.gather_all();
+      },
+      {.ranks = 2});
+}
+
+TEST(Protocol, RanksWithoutGradientsMakeAHome) {
+  expect_right(
+      [](Trainer& me) {
+        me.only_gradients_of(1);
+        me.end_backward();
+        me.put_together();
+        me.foreign_barrier();
+        me.write_unseen(0);
+        me.gather_all();
+      },
+      {.ranks = 2});
+}
+
+TEST(Protocol, ABackwardWithoutAStepWhereRanksGetNoGradients) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(1);
+    for (int i = 0; i < 2; ++i) {
+      me.end_backward();
+      me.gather(0);
+      me.release();
+      me.foreign_barrier();
+    }
+  });
+}
+
 // -- ranks that go
 
 void train_once(Trainer& me) {
@@ -505,6 +641,12 @@ TEST(Protocol, AllRanksEndWhereverOneDies) {
 
 TEST(Protocol, AllRanksEndWhereverOneDiesAmongUnseenWrites) {
   expect_right(&train_unseen, {.may_fail = true, .mortal = 1});
+}
+
+TEST(Protocol, AllRanksEndWhereverOneDiesWithOrWithoutGradients) {
+  for (const int mortal : {0, 1}) {
+    expect_right(&train_one_slice, {.may_fail = true, .mortal = mortal});
+  }
 }
 
 TEST(Protocol, AllRanksEndWhereverOneDiesWithGradientsOnTheirWay) {
@@ -597,6 +739,23 @@ TEST(TheExplorerFinds, UnseenWritesThatDoNotAwaitTheReaders) {
 
 TEST(TheExplorerFinds, AReaderThatDoesNotAwaitUnseenWrites) {
   expect_found({Wrong::kNotAwaited, &shm::RankSlot::closed}, "rank 1 read version 1 of rank", &train_unseen);
+}
+
+TEST(TheExplorerFinds, ARankWithoutGradientsThatDoesNotGoByTheOthers) {
+  expect_found(
+      {.kind = Wrong::kNotAwaited, .counter = &shm::RankSlot::looked, .rank = 0},
+      "rank 0 read version 1 of rank 1's slice of unit 0, expected 2",
+      &train_one_slice);
+}
+
+TEST(TheExplorerFinds, ALookThatIsNotTold) {
+  expect_found({Wrong::kNeverSet, &shm::RankSlot::looked}, "nobody can go on", [](Trainer& me) {
+    me.only_gradients_of(1);
+    me.end_backward();
+    me.gather(0);
+    me.release();
+    me.foreign_barrier();
+  });
 }
 
 TEST(TheExplorerFinds, ADeathThatARankDoesNotSee) {
