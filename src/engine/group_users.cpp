@@ -1,7 +1,6 @@
 #include "engine/group_users.h"
 
 #include <algorithm>
-#include <map>
 #include <mutex>
 #include <unordered_map>
 #include <utility>
@@ -18,8 +17,7 @@ namespace {
 struct Users {
   std::vector<std::pair<Unit*, std::weak_ptr<Unit>>>
       readers; // in the order of entering, which is the same on all ranks
-  std::map<uint64_t, std::vector<const void*>>
-      unseen_writers; // by number: where they change shards, see ExpectedWrites
+  int unseen_writers = 0;
   bool left_unseen = false; // whoever was to end the time of unseen writes went before
 };
 
@@ -39,9 +37,9 @@ Users take(Group& group) {
 }
 
 /// Whether none is left.
-bool erase_writer(Users& of_group, uint64_t number) {
-  of_group.unseen_writers.erase(number);
-  return of_group.unseen_writers.empty();
+bool count_off_writer(Group& group) {
+  std::lock_guard lock(mutex);
+  return --users[&group].unseen_writers == 0;
 }
 
 void erase_reader(Users& of_group, const Unit& unit) {
@@ -82,37 +80,26 @@ void stop_readers(Group& group) {
   }
 }
 
-UnseenWriter begin_unseen_writes(
-    const std::shared_ptr<Group>& group, std::vector<const void*> changes, const Label& label) {
-  static uint64_t writers = 0;
-  UnseenWriter writer{group, 0};
-  ExpectedWrites expected{.certain = true, .changes = {}};
+void begin_unseen_writes(Group& group, const ExpectedWrites& expected, const Label& label) {
   {
     std::lock_guard lock(mutex);
-    Users& of_group = users[group.get()];
-    writer.number = ++writers;
-    of_group.unseen_writers[writer.number] = std::move(changes);
+    Users& of_group = users[&group];
+    ++of_group.unseen_writers;
     of_group.left_unseen = false;
-    for (const auto& [number, places] : of_group.unseen_writers) {
-      expected.changes.insert(expected.changes.end(), places.begin(), places.end());
-    }
   }
-  group->begin_unseen_writes(expected, label);
-  return writer;
+  group.begin_unseen_writes(expected, label);
 }
 
-void end_unseen_writes(const UnseenWriter& writer) {
-  std::unique_lock lock(mutex);
-  if (erase_writer(users[writer.group.get()], writer.number)) {
-    lock.unlock();
-    writer.group->end_unseen_writes();
+void end_unseen_writes(Group& group) {
+  if (count_off_writer(group)) {
+    group.end_unseen_writes();
   }
 }
 
-void forget_unseen_writes(const UnseenWriter& writer) {
+void forget_unseen_writes(Group& group) {
   std::lock_guard lock(mutex);
-  Users& of_group = users[writer.group.get()];
-  of_group.left_unseen = erase_writer(of_group, writer.number);
+  Users& of_group = users[&group];
+  of_group.left_unseen = --of_group.unseen_writers == 0;
 }
 
 void forget(Group& group, Unit& unit) {
@@ -120,7 +107,7 @@ void forget(Group& group, Unit& unit) {
   if (auto found = users.find(&group); found != users.end()) {
     erase_reader(found->second, unit);
     const Users& left = found->second;
-    if (left.readers.empty() && left.unseen_writers.empty() && !left.left_unseen) {
+    if (left.readers.empty() && left.unseen_writers == 0 && !left.left_unseen) {
       users.erase(found);
     }
   }

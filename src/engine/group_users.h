@@ -1,9 +1,5 @@
 #pragma once
 
-#include <cstdint>
-#include <memory>
-#include <vector>
-
 #include <fsdp/group.h>
 
 namespace fsdp::engine {
@@ -21,17 +17,12 @@ void end_reading(Group& group, Unit& unit);
 /// that read in place, so that their next touch waits for the others' writes.
 void stop_readers(Group& group);
 
-/// Shards may be written with no word to anybody until all who have said that this begins have said that it is over:
+/// Shards may be written with no word to anybody until as many have said that this is over as have said that it begins:
 /// one root's next step says nothing of the shards of another.
-struct UnseenWriter {
-  std::shared_ptr<Group> group;
-  uint64_t number;
-};
-UnseenWriter begin_unseen_writes(
-    const std::shared_ptr<Group>& group, std::vector<const void*> changes, const Label& label);
-void end_unseen_writes(const UnseenWriter& writer);
+void begin_unseen_writes(Group& group, const ExpectedWrites& expected, const Label& label);
+void end_unseen_writes(Group& group);
 /// Who was to end them is gone.
-void forget_unseen_writes(const UnseenWriter& writer);
+void forget_unseen_writes(Group& group);
 
 /// A unit of the group is going away.
 void forget(Group& group, Unit& unit);

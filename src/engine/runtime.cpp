@@ -28,8 +28,8 @@ Runtime::Runtime(c10::Device device)
 }
 
 Runtime::~Runtime() {
-  for (const auto& writer : written_unseen_) {
-    group_users::forget_unseen_writes(writer);
+  for (const auto& group : written_unseen_) {
+    group_users::forget_unseen_writes(*group);
   }
 }
 
@@ -106,7 +106,10 @@ void Runtime::adopt(Runtime& other) {
   broken_ = broken_ || other.broken_;
   const auto delivered = std::exchange(other.delivered_, {});
   delivered_.insert(delivered_.end(), delivered.begin(), delivered.end());
-  changes_.merge(other.changes_);
+  for (auto& [group, places] : std::exchange(other.changes_, {})) {
+    auto& ours = changes_[group];
+    ours.insert(ours.end(), places.begin(), places.end());
+  }
   const auto written = std::exchange(other.written_unseen_, {});
   written_unseen_.insert(written_unseen_.end(), written.begin(), written.end());
   auto self = shared_from_this();
@@ -345,9 +348,9 @@ void Runtime::gradient_delivered(Param& param, const at::Tensor& gradient) {
   }
   Group& group = *param.bucket().gather_group;
   if (group.gathers_in_place() && group.size() > 1) {
-    constexpr size_t kEnough = 64;
+    constexpr size_t kMost = 64;
     auto& places = changes_[&group];
-    if (const void* place = places.size() < kEnough ? param.change_by(gradient) : nullptr) {
+    if (const void* place = places.size() < kMost ? param.change_by(gradient) : nullptr) {
       places.push_back(place);
     }
   }
@@ -462,8 +465,9 @@ void Runtime::begin_unseen_writes(const std::vector<Unit*>& units) {
   end_unseen_writes(); // of an earlier time, if no step has begun since
   auto changes = std::exchange(changes_, {});
   for (const auto& [group, unit] : groups_read_in_place(units)) {
-    const Label label = unit->label("end of backward");
-    written_unseen_.push_back(group_users::begin_unseen_writes(group, std::move(changes[group.get()]), label));
+    written_unseen_.push_back(group);
+    const ExpectedWrites expected{.certain = true, .changes = std::move(changes[group.get()])};
+    group_users::begin_unseen_writes(*group, expected, unit->label("end of backward"));
   }
 }
 
@@ -502,8 +506,8 @@ void Runtime::begin_step(bool certainly) {
 }
 
 void Runtime::end_unseen_writes() {
-  for (const auto& writer : std::exchange(written_unseen_, {})) {
-    group_users::end_unseen_writes(writer);
+  for (const auto& group : std::exchange(written_unseen_, {})) {
+    group_users::end_unseen_writes(*group);
   }
 }
 

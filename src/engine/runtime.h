@@ -19,7 +19,6 @@
 
 #include "base/stream.h"
 #include "engine/forward_graph.h"
-#include "engine/group_users.h"
 #include "engine/reducer.h"
 #include "engine/schedule.h"
 
@@ -280,7 +279,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   std::map<Group*, std::vector<const void*>> changes_; // some places in shards that an optimizer changes by these
-  std::vector<group_users::UnseenWriter> written_unseen_; // of groups whose shards may be written so
+  std::vector<std::shared_ptr<Group>> written_unseen_; // those whose shards may be written so
   Step step_;
   ForwardGraph forward_graph_; // of the calls in this step, as far as it is known
   bool expects_calls_ = false;

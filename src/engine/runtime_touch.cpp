@@ -45,10 +45,12 @@ bool Runtime::is_first_touch(const Unit& unit, bool training) const {
   return unit.ahead == GatheredFor::kEvaluation;
 }
 
-// Where some gathers need all ranks and others do not, ranks may differ in the latter.
+// Where some gathers need all ranks and others do not, ranks may differ in the latter. An evaluation gains nothing by
+// what is learned of these: they move nothing. And ranks that look alone would learn different evaluations, though a
+// rank that has nothing to write counts the others' gathers, see [Note: unseen writes] in unseen_writes.h.
 bool Runtime::takes_note(const Unit& unit, bool training) const {
   const bool comes_again = training || unit.reshards_after(Phase::kForward);
-  return comes_again && (unit.gathers_together() || !any_gathers_together_);
+  return comes_again && (unit.gathers_together() || (training && !any_gathers_together_));
 }
 
 // [Note: forwards within backwards] A hook, or a function's backward, may train another model, or look at it. What is

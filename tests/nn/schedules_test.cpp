@@ -140,12 +140,27 @@ TEST(Schedules, AWeightOfTwoUnitsIsOfTheFirstAndGatheredForBoth) {
 
 TEST(Schedules, EvaluationLearnsItsOwnOrder) {
   on_threads(2, [] {
-    Stack stack;
+    Stack stack({.mp_policy = {.param_dtype = torch::kBFloat16}});
     const auto x = torch::ones({2, 4});
     torch::NoGradGuard no_grad;
     stack.step([&] { stack.module->forward(x); });
     // The root stays; the end of one evaluation fetches the beginning of the next.
     EXPECT_EQ(stack.learned([&] { stack.module->forward(x); }), "-3 +0 +1 =0 -0 +2 =1 -1 +3 =2 -2 =3");
+  });
+}
+
+// Ranks that look alone, as they may there, would learn different ones.
+TEST(Schedules, EvaluationLearnsNothingOfGathersThatMoveNothing) {
+  on_threads(2, [] {
+    Stack stack;
+    const auto x = torch::ones({2, 4});
+    torch::NoGradGuard no_grad;
+    stack.step([&] { stack.module->forward(x); });
+    const auto line = stack.learned([&] { stack.module->forward(x); });
+    EXPECT_EQ(line, "-2 +0 =0 -3 +1 =1 -0 +2 =2 -1 +3 =3");
+    stack.module->layers[1]->weight.norm();
+    stack.step([&] { stack.module->forward(x); });
+    EXPECT_EQ(stack.learned([&] { stack.module->forward(x); }), line);
   });
 }
 

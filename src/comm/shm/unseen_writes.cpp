@@ -24,14 +24,16 @@ uint64_t digest(const char* memory, size_t bytes) {
 
 } // namespace
 
-void UnseenWrites::glance_at(const char* memory, size_t bytes) {
-  bytes = std::min(bytes, kLook);
-  glances_.push_back({memory, bytes, digest(memory, bytes)});
+UnseenWrites::Glance::Glance(const char* memory_, size_t most_bytes)
+    : memory(memory_), bytes(std::min(most_bytes, kLook)), digest(shm::digest(memory, bytes)) {}
+
+bool UnseenWrites::Glance::differs_now() const {
+  return digest != shm::digest(memory, bytes);
 }
 
 void UnseenWrites::glance_at_ends(const char* memory, size_t bytes) {
-  glance_at(memory, bytes);
-  glance_at(memory + bytes - std::min(bytes, kLook), bytes);
+  ends_.emplace_back(memory, bytes);
+  ends_.emplace_back(memory + bytes - std::min(bytes, kLook), bytes);
 }
 
 void UnseenWrites::watch(const char* memory, size_t bytes) {
@@ -48,20 +50,28 @@ void UnseenWrites::forget(const char* memory) {
   if (slice == slices_.end()) {
     return;
   }
-  const auto is_in_it = [&](const char* place) { return place >= memory && place < memory + slice->second; };
-  std::erase_if(expected_, is_in_it);
-  std::erase_if(glances_, [&](const Glance& glance) { return is_in_it(glance.memory); });
+  for (auto* glances : {&ends_, &expected_}) {
+    std::erase_if(*glances, [&](const Glance& glance) {
+      return glance.memory >= memory && glance.memory < memory + slice->second;
+    });
+  }
   slices_.erase(slice);
 }
 
+// Those of an earlier backward stay, of another model, say, until they have changed.
 void UnseenWrites::expect(const std::vector<const void*>& changes) {
   const std::scoped_lock lock(mutex_);
-  expected_.clear();
+  std::erase_if(expected_, [this](const Glance& glance) { return !last_ || glance.differs_now(); });
   for (const void* change : changes) {
     const auto* place = static_cast<const char*>(change);
     const auto after = slices_.upper_bound(place);
-    if (after != slices_.begin() && place < std::prev(after)->first + std::prev(after)->second) {
-      expected_.push_back(place);
+    const auto is_it = [place](const Glance& glance) { return glance.memory == place; };
+    if (after == slices_.begin() || std::any_of(expected_.begin(), expected_.end(), is_it)) {
+      continue;
+    }
+    const auto& [memory, bytes] = *std::prev(after);
+    if (place < memory + bytes) {
+      expected_.emplace_back(place, static_cast<size_t>(memory + bytes - place));
     }
   }
 }
@@ -69,7 +79,7 @@ void UnseenWrites::expect(const std::vector<const void*>& changes) {
 // An optimizer changes nearly everything: some of it tells.
 void UnseenWrites::begin_phase() {
   const std::scoped_lock lock(mutex_);
-  glances_.clear();
+  ends_.clear();
   const size_t stride = slices_.size() / kGlances + 1;
   size_t index = 0;
   for (const auto& [memory, bytes] : slices_) {
@@ -77,9 +87,8 @@ void UnseenWrites::begin_phase() {
       glance_at_ends(memory, bytes);
     }
   }
-  for (const char* place : expected_) {
-    const auto slice = std::prev(slices_.upper_bound(place));
-    glance_at(place, static_cast<size_t>(slice->first + slice->second - place));
+  for (Glance& glance : expected_) {
+    glance = {glance.memory, glance.bytes};
   }
   looks_ = 0;
   goes_by_others_ = certain_ && expected_.empty();
@@ -90,9 +99,8 @@ void UnseenWrites::begin_phase() {
 
 bool UnseenWrites::has_written() const {
   const std::scoped_lock lock(mutex_);
-  return std::any_of(glances_.begin(), glances_.end(), [](const Glance& glance) {
-    return glance.digest != digest(glance.memory, glance.bytes);
-  });
+  const auto differs = [](const Glance& glance) { return glance.differs_now(); };
+  return std::any_of(expected_.begin(), expected_.end(), differs) || std::any_of(ends_.begin(), ends_.end(), differs);
 }
 
 uint64_t UnseenWrites::numbered(uint32_t look) const {
@@ -132,8 +140,8 @@ uint64_t UnseenWrites::before_gather() {
   if (has_written()) {
     leave();
   } else if (!certain_) {
-    phases_.publish_writes();
-    last_ = false;
+    end();
+    has_to_wait_ = false;
   } else if (!goes_by_others_) {
     members_.publish(members_.mine().looked, look);
   }

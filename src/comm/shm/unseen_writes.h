@@ -22,9 +22,9 @@ namespace fsdp::shm {
 /// if the time lasts for all of them, all enter the next. Where a write is not certain, a rank's first gather ends the
 /// time for it.
 ///
-/// Slices in which nothing is expected to change do not tell. Such a rank goes by the others: its n-th gather within
-/// the phase waits until each of them has begun its n-th too, as it would if gathers moved anything, or is through; if
-/// one is, this rank is too from then on. Same thread safety as Members.
+/// Slices in which nothing is expected to change do not tell. Such a rank goes by those that expect changes: its n-th
+/// gather within the phase waits until each of them has begun its n-th too, as it would if gathers moved anything, or
+/// is through; if one is, this rank is too from then on. Same thread safety as Members.
 class UnseenWrites {
  public:
   explicit UnseenWrites(Members& members) : members_(members), phases_(members, &RankSlot::opened, &RankSlot::closed) {}
@@ -48,12 +48,15 @@ class UnseenWrites {
   void resume(bool last_everywhere);
 
  private:
+  /// At some bytes, as they were when the phase began.
   struct Glance {
+    Glance(const char* memory, size_t most_bytes);
+    bool differs_now() const;
+
     const char* memory;
     size_t bytes;
     uint64_t digest;
   };
-  void glance_at(const char* memory, size_t bytes);
   void glance_at_ends(const char* memory, size_t bytes);
   void expect(const std::vector<const void*>& changes);
   void begin_phase();
@@ -65,8 +68,8 @@ class UnseenWrites {
   Phases phases_;
   mutable std::mutex mutex_; // of the next three
   std::map<const char*, size_t> slices_; // and their bytes
-  std::vector<const char*> expected_; // places in them that will change
-  std::vector<Glance> glances_; // as it was when the phase began
+  std::vector<Glance> ends_; // of some of them
+  std::vector<Glance> expected_; // where they will change
   bool goes_by_others_ = false;
   uint32_t looks_ = 0; // gathers of this phase
   bool last_ = false;

@@ -626,6 +626,34 @@ TEST(Protocol, ABackwardWithoutAStepWhereRanksGetNoGradients) {
   });
 }
 
+constexpr int kNobody = kMostRanks;
+
+TEST(Protocol, ARankReadsAloneWhereNobodyGetsGradients) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(kNobody);
+    me.end_backward();
+    if (me.rank() == 0) {
+      me.gather(0);
+      me.release();
+    }
+    me.foreign_barrier();
+    me.write(0);
+    me.gather_all();
+  });
+}
+
+TEST(Protocol, ARankThatDoesNotKnowOfABackward) {
+  expect_right([](Trainer& me) {
+    me.only_gradients_of(kNobody);
+    me.rank() == 1 ? me.show_new_shards() : me.end_backward();
+    me.gather(0);
+    me.release();
+    me.foreign_barrier();
+    me.write(1);
+    me.gather_all();
+  });
+}
+
 // -- ranks that go
 
 void train_once(Trainer& me) {
