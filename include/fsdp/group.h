@@ -105,8 +105,7 @@ enum class ReduceOp { kSum, kMax, kMin };
 
 /// What is known of writes to this rank's slices that nobody will announce.
 struct ExpectedWrites {
-  bool certain =
-      false; ///< a step of an optimizer follows; else there may be no write, and the next gather ends the time
+  bool certain = false; ///< a step of an optimizer follows; else there may be no write, and a gather ends the time
   std::vector<const void*> changes; ///< places in slices; none, though certain: this rank goes by those that have some
 };
 

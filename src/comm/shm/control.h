@@ -88,8 +88,7 @@ struct alignas(64) RankSlot {
   Counter published; // write phases left
   Counter opened; // times for unseen writes that it has entered,
   Counter closed; // and is through with
-  Counter
-      looked; // low half: gathers in such a time before it has written, all ones if nobody has to ask; high: the time
+  Counter looked; // high half: such a time; low half: gathers in it before a write, see UnseenWrites
   std::atomic<uint32_t> reading; // it is reading other ranks' tensors just now
 
   alignas(64) SharedLabel doing; // the operation called last
