@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "comm/protocol/trainer.h"
+#include "support/selected.h"
 
 /// The shared-memory protocol in every order of the ranks' steps: no rank reads what is older than what the others have
 /// published, or what is being written; none waits for ever; when one goes, all others end.
@@ -170,6 +171,31 @@ TEST(Protocol, NoWakeUpIsLost) {
 
 TEST(Protocol, ADeathIsNoticedAtEveryStepOfFallingAsleep) {
   expect_right(&train_once, {.ranks = 2, .may_fail = true, .mortal = 1, .wake_ups = true});
+}
+
+constexpr const char* kTakesMinutes = "takes minutes: FSDP_ALL_COMBINATIONS=1 runs it";
+
+void write_once(Trainer& me) {
+  me.write(0);
+}
+
+TEST(Protocol, NoWakeUpIsLostAmongThree) {
+  if (!wants_all_combinations()) {
+    GTEST_SKIP() << kTakesMinutes;
+  }
+  expect_right(
+      [](Trainer& me) {
+        write_once(me);
+        me.gather(0);
+      },
+      {.wake_ups = true});
+}
+
+TEST(Protocol, ADeathIsNoticedAtEveryStepOfFallingAsleepAmongThree) {
+  if (!wants_all_combinations()) {
+    GTEST_SKIP() << kTakesMinutes;
+  }
+  expect_right(&write_once, {.may_fail = true, .mortal = 1, .wake_ups = true});
 }
 
 // -- mistakes
