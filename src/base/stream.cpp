@@ -1,9 +1,13 @@
 #include "base/stream.h"
 
 #include <algorithm>
+#include <exception>
+#include <string_view>
 #include <utility>
 
 #include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "base/log.h"
 
 namespace fsdp {
 
@@ -35,6 +39,15 @@ void wait_stream(const Stream& stream, const Stream& earlier) {
 void synchronize(const Stream& stream) {
   if (has_streams(stream.device())) {
     VirtualGuardImpl(stream.device_type()).synchronizeStream(stream);
+  }
+}
+
+void order_release(const std::function<void()>& body) noexcept {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    const std::string_view text = error.what(); // c10's goes on with a stack
+    log::error("memory was given back on a device that fails: {}", text.substr(0, text.find('\n')));
   }
 }
 

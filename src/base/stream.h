@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -30,6 +31,9 @@ Stream new_stream(c10::Device device, bool high_priority = false);
 void wait_stream(const Stream& stream, const Stream& earlier);
 /// The host waits until all work queued on `stream` is done.
 void synchronize(const Stream& stream);
+/// For destructors, and after errors: `body` orders what comes after memory that is given back. If it throws, the
+/// device has failed, which is logged: the next call on it fails.
+void order_release(const std::function<void()>& body) noexcept;
 
 /// A point in a stream's work. Move only. Not thread safe: a thread that hands an event over makes that visible itself.
 ///

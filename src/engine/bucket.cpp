@@ -244,6 +244,15 @@ void Bucket::write_back(const Param& param) {
   write_back(index_of(param));
 }
 
+void Bucket::write_back_alone() {
+  if (is_private() && !gather_group->gathers_in_place()) {
+    begin_write();
+  }
+  for (size_t i = 0; i < private_.size(); ++i) {
+    write_back(i);
+  }
+}
+
 void Bucket::write_back(size_t index) {
   Param& param = *params_[index];
   const at::Tensor& whole = private_[index];

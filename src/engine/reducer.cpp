@@ -450,18 +450,20 @@ void Reducer::forget(const Unit& unit) {
 
 // What was begun may still be read and written: its memory is used again after that.
 void Reducer::let_go(const Reduction& reduction) {
-  const Runtime& runtime = reduction.unit->runtime();
-  if (reduction.work && has_streams(reduction.unit->device())) { // else the host would wait, perhaps for ever
-    const StreamGuard on_stream(runtime.reduce_stream());
-    try {
-      reduction.work->wait();
-    } catch (const std::exception&) { // it has failed, and touches nothing any more
+  order_release([&reduction] {
+    const Runtime& runtime = reduction.unit->runtime();
+    if (reduction.work && has_streams(reduction.unit->device())) { // else the host would wait, perhaps for ever
+      const StreamGuard on_stream(runtime.reduce_stream());
+      try {
+        reduction.work->wait();
+      } catch (const std::exception&) { // it has failed, and touches nothing any more
+      }
     }
-  }
-  wait_stream(runtime.reduce_stream(), runtime.all_reduce_stream());
-  for (const Stream& stream : reduction.gradient_streams) {
-    wait_stream(stream, runtime.reduce_stream());
-  }
+    wait_stream(runtime.reduce_stream(), runtime.all_reduce_stream());
+    for (const Stream& stream : reduction.gradient_streams) {
+      wait_stream(stream, runtime.reduce_stream());
+    }
+  });
 }
 
 int64_t Reducer::bytes_in_flight() const {

@@ -353,6 +353,7 @@ void Runtime::finish_backward() {
   // some leaves only, a penalty's, say, or a look at the input's: ranks may differ in whether they come here for it.
   const bool reduces = backward_.has_gradients || backward_.is_for_all;
   if (reduces) {
+    end_unseen_writes(); // also where no gradient has come
     reduce_what_waits();
   }
   if (is_last_backward_ && reduces) {

@@ -73,12 +73,16 @@ void Runtime::gradient_delivered(Param& param, const at::Tensor& gradient) {
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
   const WithoutCallersLock no_callers_lock;
+  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
+    if (!unit->gathers_together() && unit->held == 0) { // to gather it again costs nothing
+      unit->reshard();
+    }
+  }
   begin_unseen_writes(std::exchange(delivered_, {}));
   for (Unit* unit : unsharded_) {
     unit->wait();
     unit->requested = false;
-    // As the program wants it. Where a gather asks nobody, to gather it again costs nothing.
-    unit->kept_through_backward = !unit->policy.reshard_after_backward && unit->gathers_together();
+    unit->kept_through_backward = !unit->policy.reshard_after_backward; // as the program wants it
   }
 }
 

@@ -328,11 +328,19 @@ void Unit::before_shard_write(Param& param) {
 }
 
 void Unit::before_shard_read() {
-  if (is_private() && held == 0) {
-    WithoutCallersLock no_callers_lock;
-    InternalScope scope;
-    auto lock = runtime_->lock();
+  const bool is_summoned_to_write = summoned > 0 && summoned_to_read == 0;
+  if (!is_private() || (held > 0 && !is_summoned_to_write)) {
+    return;
+  }
+  WithoutCallersLock no_callers_lock;
+  InternalScope scope;
+  auto lock = runtime_->lock();
+  if (held == 0) {
     reshard();
+    return;
+  }
+  for (auto& bucket : buckets_) {
+    bucket->write_back_alone();
   }
 }
 

@@ -1,8 +1,12 @@
 """torchao: optimizers whose states are quantized, and parameters that are gathered in fewer bits."""
 
 import os
+import shutil
+import sysconfig
 
-os.environ["TORCHDYNAMO_DISABLE"] = "1"  # its optimizers compile their step, which needs a compiler
+CAN_COMPILE = os.path.exists(f"{sysconfig.get_paths()['include']}/Python.h") and bool(shutil.which("g++"))
+# Its optimizers compile their step, if that can be: without processes of their own beside the ranks.
+os.environ.update({"TORCHINDUCTOR_COMPILE_THREADS": "1"} if CAN_COMPILE else {"TORCHDYNAMO_DISABLE": "1"})
 
 import torch  # noqa: E402
 from torch import nn  # noqa: E402

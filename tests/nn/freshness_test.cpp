@@ -48,6 +48,7 @@ struct Program {
   Between after_write = kNothing;
   FullyShardOptions options = {};
   bool root_only = false;
+  bool stays_whole = false; ///< after the backward
   std::function<nn::Sequential()> make = nullptr; ///< a stack of three, if null
 };
 
@@ -113,7 +114,7 @@ std::vector<at::Tensor> train(const Program& program, int steps = 6) {
   for (size_t i = 0; i < model->size() && !program.root_only; i += 2) {
     fully_shard(*model[i], program.options);
   }
-  fully_shard(*model, program.options);
+  fully_shard(*model, program.options).set_reshard_after_backward(!program.stays_whole);
   std::vector<at::Tensor> seen;
   for (int step = 0; step < steps; ++step) {
     model->zero_grad();
@@ -214,6 +215,16 @@ TEST_P(Freshness, WritesThatNoOperatorShowsInMixedPrecision) {
 
 TEST_P(Freshness, AnEvaluationAfterThem) {
   on_ranks(GetParam(), [] { expect_no_difference_in_evaluations({}); });
+}
+
+TEST_P(Freshness, AnEvaluationAfterThemOfWhatStaysWhole) {
+  if (GetParam().backend == "gloo") {
+    GTEST_SKIP() << "where gathers copy, what is kept whole has its former values";
+  }
+  on_ranks(GetParam(), [] {
+    expect_no_difference_in_evaluations({.stays_whole = true});
+    expect_no_difference_in_evaluations({.root_only = true, .stays_whole = true});
+  });
 }
 
 TEST_P(Freshness, WritesThatChangeNothingOnSomeRanks) {

@@ -529,6 +529,45 @@ TEST_P(Summon, ToWriteWithinAGuardThatWritesGoesOn) {
   });
 }
 
+TEST_P(Summon, ShardsFromBeforeFollowWhatAGuardWrites) {
+  on_threads(GetParam(), [] {
+    const torch::NoGradGuard no_grad;
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    const auto shards = model->parameters();
+    const auto expect_all = [&](float value) {
+      for (const auto& shard : shards) {
+        EXPECT_TRUE(torch::equal(shard + 0, torch::full_like(shard, value)));
+      }
+    };
+    const auto fill = [&](float value) {
+      for (auto& whole : model->parameters()) {
+        whole.fill_(value);
+      }
+    };
+    {
+      const auto guard = summon_full_params(*model);
+      fill(2);
+      if (rank() == 0) { // alone
+        expect_all(2);
+      }
+      fill(3);
+      barrier();
+      expect_all(3);
+      EXPECT_TRUE(torch::equal(sharded(shards[0]).full_tensor(), torch::full({3, 5}, 3.0)));
+      fill(4);
+    }
+    expect_all(4);
+    {
+      const auto guard = summon_full_params(*model, {.writeback = false});
+      fill(5);
+      expect_all(4);
+    }
+    expect_all(4);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Ranks, Summon, ::testing::Values(1, 2, 3, 4));
 
 } // namespace

@@ -138,15 +138,19 @@ def check_training(sharded, reference, loss_of, shape, exact, steps=4, optimizer
         theirs.zero_grad()
 
 
-def recorded(step):
-    """What the engine does in a step: how often it "gather"s, "start reduction"s and so on, for each unit."""
+def traced(step):
+    """The events of a trace of the step."""
     with tempfile.TemporaryDirectory() as folder:
         with libfsdp.trace(pathlib.Path(folder) / "step.json"):
             step()
         (file,) = pathlib.Path(folder).iterdir()
-        events = json.loads(file.read_text())
+        return json.loads(file.read_text())
+
+
+def recorded(step):
+    """What the engine does in a step: how often it "gather"s, "start reduction"s and so on, for each unit."""
     counts = collections.defaultdict(collections.Counter)
-    for event in events:
+    for event in traced(step):
         if event["ph"] == "X":
             counts[event["name"]][event.get("args", {}).get("unit")] += 1
     return counts

@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
+import libfsdp
 from harness import on_ranks
-from libfsdp import fully_shard
-from subjects import check_hollow, check_same, loss_of, mine, recorded, reference_backward, rows, seeded, whole
+from libfsdp import MixedPrecisionPolicy, fully_shard
+from random_models import OwnFunction
+from subjects import check_hollow, check_same, loss_of, mine, recorded, reference_backward, rows, seeded, traced, whole
 
 WIDTH = 4
 
@@ -328,3 +330,69 @@ def test_one_rank_looks_between_backwards_that_accumulate(looks):
                 looks(model)
         for ours, expected in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(whole(ours.grad), expected.grad / dist.get_world_size())
+
+
+class Fused(nn.Linear):
+    """Its weight is used in a function of its own only."""
+
+    def forward(self, x):
+        return OwnFunction.apply(x, self.weight)
+
+
+def once(model, x):
+    loss_of(model, x).backward()
+
+
+def with_gradient_penalty(model, x):
+    x.requires_grad_()
+    loss = loss_of(model, x)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + slope.pow(2).sum()).backward()
+
+
+def twice_through_one_graph(model, x):
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def two_forwards_before_two_backwards(model, x):
+    losses = [loss_of(model, x), loss_of(model, 2 * x)]
+    for loss in losses:
+        loss.backward()
+
+
+GRADIENTS_NOBODY_ANNOUNCES = pytest.mark.parametrize(
+    ("layer", "step"),
+    (
+        (Fused, once),
+        (nn.Linear, with_gradient_penalty),
+        (nn.Linear, twice_through_one_graph),
+        (nn.Linear, two_forwards_before_two_backwards),
+    ),
+    ids=("custom functions", "gradient penalty", "retained graph", "two forwards, two backwards"),
+)
+
+
+def check_memory(model, step):
+    """No more is whole at a time than `describe` says."""
+    shards = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    for turn in range(4):
+        events = traced(lambda: step(model, torch.ones(2, 3, WIDTH)))
+        taken = [event["args"] for event in events if event["ph"] == "C"]
+        (bound,) = {each["bound"] for each in taken}
+        assert bound + 2 * shards == libfsdp.describe(model).bytes_peak, "with shards and their gradients"
+        most = max(each["whole parameters"] + each["gradients"] for each in taken)
+        assert 0 < most <= bound, turn
+
+
+@GRADIENTS_NOBODY_ANNOUNCES
+@pytest.mark.parametrize("reduce_dtype", (None, torch.float64))
+@on_ranks(2, 4)
+def test_no_more_is_whole_than_describe_says(layer, step, reduce_dtype):
+    """Four ranks are two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")) if dist.get_world_size() == 4 else None
+    model = seeded(lambda: nn.Sequential(*(layer(WIDTH, WIDTH, bias=False) for _ in range(8))))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    check_memory(model, step)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+import libfsdp
 from harness import on_ranks
 from libfsdp import _mesh, fully_shard
 from subjects import check_same, loss_of, mine, reference_backward, rows, seeded, shard_with
@@ -166,6 +167,12 @@ def test_steps_that_no_operator_shows_where_parameters_stay_whole(way):
 
     check(announced, shard=shard_and_keep_after_backward)
     check(announced, shard=shard_and_keep_after_backward, evaluates=True)
+
+
+@WAYS
+@on_ranks(2, 3, comm=("shm",))
+def test_steps_that_no_operator_shows_where_parameters_stay_whole_in_shared_memory(way):
+    check(written_by(way), shard=shard_and_keep_after_backward, evaluates=True)
 
 
 def can_compile():
@@ -353,6 +360,40 @@ def test_announced_writes_between_evaluations(way):
             hidden = WIDTH * value + value
             expected = torch.full_like(x, WIDTH * value * hidden + value)
             assert torch.equal(model(x), expected), value
+
+
+def calls_that_change_shards(model, folder):
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    libfsdp.save(f"{folder}/run", model)
+    libfsdp.export_safetensors(f"{folder}/weights", model)
+
+    def write_in_a_guard():
+        with libfsdp.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.add_(1)
+
+    return {
+        "load_state_dict": lambda: model.load_state_dict(state),
+        "load": lambda: libfsdp.load(f"{folder}/run", model),
+        "import_safetensors": lambda: libfsdp.import_safetensors(f"{folder}/weights", model),
+        "a guard's end": write_in_a_guard,
+    }
+
+
+@WAYS
+@on_ranks(2, 3)
+def test_writes_that_no_operator_shows_after_calls_that_change_shards(way, folder=None):
+    model = shard_with(fully_shard, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Identity(), nn.Linear(WIDTH, WIDTH)))
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        for value, (name, call) in enumerate(calls_that_change_shards(model, folder).items(), 1):
+            model(x)
+            call()
+            some_ranks_are_slower(value)
+            for parameter in model.parameters():
+                way(parameter)[...] = value
+            hidden = WIDTH * value + value
+            assert torch.equal(model(x), torch.full_like(x, WIDTH * value * hidden + value)), name
 
 
 class Looks(nn.Sequential):

@@ -69,7 +69,7 @@ class PrivateGathered final : public Gathered {
   // Memory of the gather stream is reused on the gather stream, which from here on waits for what the current stream
   // has queued so far: the last readers of the pieces. No later gather can overwrite what they read.
   ~PrivateGathered() override {
-    follow_current_stream(stream_);
+    order_release([this] { wait_stream(stream_, current_stream(stream_.device())); });
     // The backend may still write to the memory of a gather that nobody waited for.
     if (ready_ && !abandoned_) {
       channel_->pool().give_back(std::move(wholes_));
