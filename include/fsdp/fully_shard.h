@@ -47,7 +47,8 @@ class FSDP_API FSDPModule {
  public:
   explicit FSDPModule(std::shared_ptr<engine::Unit> unit);
 
-  /// Makes the parameters whole until `reshard`; once they were used, they are freed as always. Not recursive.
+  /// Makes the parameters whole until `reshard`, or until a backward is over: what reads them in a forward may be one
+  /// rank that looks at them. (Where gathers ask nobody, until they were used.) Not recursive.
   UnshardHandle unshard(bool async_op = false);
   /// Frees the whole parameters, unless a guard of `summon_full_params` shows them. Not recursive.
   void reshard();

@@ -79,7 +79,7 @@ void bind_fully_shard(py::module_& m) {
       .def(
           "set_allocate_memory_from_process_group_for_comm",
           &FSDPModule::set_allocate_memory_from_process_group_for_comm);
-  m.def("share_comm_ctx", &share_comm_ctx);
+  m.def("share_comm_ctx", &share_comm_ctx, NoGil());
 }
 
 } // namespace fsdp::python

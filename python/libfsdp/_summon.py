@@ -53,6 +53,7 @@ def summoned(
     finally:
         try:
             try:
+                _take_flags(given)
                 if writeback and with_grads:
                     _take_gradients(given)
             finally:
@@ -69,6 +70,13 @@ def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tenso
     shown = registered.sharded[name].as_given(tensor)
     registered.exchange_quietly(name, shown)
     given[owner, name] = Whole(shown, tensor, registered.sharded[name])
+
+
+def _take_flags(wholes: dict[Slot, Whole]) -> None:
+    """The engine knows what a DTensor is around."""
+    for whole in wholes.values():
+        if whole.tensor is not whole.plain and whole.tensor.is_leaf:
+            whole.plain.requires_grad_(whole.tensor.requires_grad)
 
 
 def _take_gradients(wholes: dict[Slot, Whole]) -> None:

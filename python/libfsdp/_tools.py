@@ -51,17 +51,24 @@ def _is_ours_alone(parameter: torch.Tensor) -> bool:
 def _clip_on_several_meshes(
     parameters: list[torch.Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> torch.Tensor:
-    """PyTorch's functions, which know tensor parallelism, on the parameters of one mesh at a time."""
+    """PyTorch's functions, which know tensor parallelism, on the parameters of one mesh at a time. A rank that has got no
+    gradients of some, experts say, takes part with zeros."""
     on_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
-        if parameter.grad is not None:
-            on_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
-    norms = [nn.utils.get_total_norm([p.grad for p in own], norm_type) for own in on_mesh.values()]
+        mesh = getattr(parameter, "device_mesh", None)
+        others_may_have_one = mesh is not None and mesh.size() > 1 and parameter.requires_grad and norm_type > 0
+        if parameter.grad is not None or others_may_have_one:
+            on_mesh.setdefault(mesh, []).append(parameter)
+    norms = [nn.utils.get_total_norm(list(map(_gradient_or_zeros, own)), norm_type) for own in on_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
     for own in on_mesh.values():
         nn.utils.clip_grads_with_norm_(own, max_norm, total)
     return total
+
+
+def _gradient_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def _units_around(module: nn.Module) -> list[_C.Unit]:

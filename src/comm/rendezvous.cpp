@@ -4,6 +4,7 @@
 #include <exception>
 #include <iterator>
 #include <memory>
+#include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -230,14 +231,21 @@ void Rendezvous::await_all(const Round& round) {
 
 bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) {
   const auto all = all_key(round.key);
+  std::optional<bool> came;
   std::string reason;
   try {
-    return answer_of<bool>(within + limit(), [store = store_, all, within] {
+    came = within_limit<bool>(within + limit(), [store = store_, all, within] {
       store->wait({all}, within);
       return true;
     });
   } catch (const std::exception& error) {
     reason = message_of(error);
+  }
+  if (came) {
+    return true;
+  }
+  if (reason.empty()) { // another question would wait behind this one
+    fail("the store of the rendezvous does not answer");
   }
   try {
     return answer_of<bool>(limit(), [store = store_, all] { return store->check({all}); });

@@ -244,12 +244,14 @@ void Bucket::write_back(const Param& param) {
   write_back(index_of(param));
 }
 
-void Bucket::write_back_alone() {
+void Bucket::write_back_alone(const Param* only) {
   if (is_private() && !gather_group->gathers_in_place()) {
     begin_write();
   }
   for (size_t i = 0; i < private_.size(); ++i) {
-    write_back(i);
+    if (only == nullptr || only == params_[i] || flat_shard() != nullptr) {
+      write_back(i);
+    }
   }
 }
 

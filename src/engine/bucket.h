@@ -106,8 +106,8 @@ class Bucket {
   /// This rank's part of the private copies goes to the shards: of all that may have been written, or of one.
   void write_back();
   void write_back(const Param& param);
-  /// The same of all, by one rank alone: while a guard shows copies on all ranks, nobody reads the shards in place.
-  void write_back_alone();
+  /// The same of one, or of all, by one rank alone: while a guard shows copies on all ranks, nobody reads in place.
+  void write_back_alone(const Param* only);
   /// Somebody may write private copies and not say when.
   void expect_writes() {
     may_be_written_ = is_private();

@@ -135,7 +135,7 @@ void see_shard(Param& param, bool written, Call& call) {
     param.unit().before_shard_write(param);
     call.written_shard = &param;
   } else if (!call.traits.reads_nothing) {
-    param.unit().before_shard_read();
+    param.unit().before_shard_read(&param);
   }
 }
 

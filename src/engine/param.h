@@ -159,6 +159,8 @@ class alignas(64) Param {
   bool trainable() const {
     return shown_ ? shown_->requires_grad() : shard_.requires_grad();
   }
+  /// What users see as the shard is frozen or thawed, and the handle.
+  void train(bool wanted);
   /// Users set `requires_grad` on the shard or on the handle: the other follows the one that has changed.
   void follow_requires_grad() {
     const bool wanted = trainable();

@@ -104,6 +104,11 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   shown_ ? shown_->give_gradient(std::move(gradient)) : give_gradient_to(shard_, std::move(gradient));
 }
 
+void Param::train(bool wanted) {
+  shown_ ? shown_->set_requires_grad(wanted) : (void)shard_.set_requires_grad(wanted);
+  follow_requires_grad();
+}
+
 void Param::agree_on_requires_grad() {
   const at::Tensor handle = present_handle();
   if (const bool wish = handle.requires_grad(); wish != requires_grad_) {

@@ -70,6 +70,7 @@ void Runtime::remove(Unit& unit) {
   std::replace(units_.begin(), units_.end(), &unit, static_cast<Unit*>(nullptr));
   std::erase(unsharded_, &unit);
   std::erase(delivered_, &unit);
+  post_optim_events_.erase(&unit);
   if (delivered_.empty()) {
     changes_.clear();
   }
@@ -103,6 +104,7 @@ void Runtime::adopt(Runtime& other) {
   forward_graph_.take(other.forward_graph_);
   unseen_writes_ = unseen_writes_ || other.unseen_writes_;
   awaits_step_ = awaits_step_ || other.awaits_step_;
+  writes_are_seen_ = writes_are_seen_ || other.writes_are_seen_;
   broken_ = broken_ || other.broken_;
   const auto delivered = std::exchange(other.delivered_, {});
   delivered_.insert(delivered_.end(), delivered.begin(), delivered.end());
@@ -119,9 +121,17 @@ void Runtime::adopt(Runtime& other) {
   if (other.shards_changed_ || other.unseen_writes_) {
     other.wait_for_writes(gather_stream_);
   }
+  post_optim_events_.merge(other.post_optim_events_);
   other.each_unit([&](Unit& unit) { unit.join(self, static_cast<int>(units_.size())); });
   training_.forget();
   evaluating_.forget();
+}
+
+bool Runtime::trains_something() const {
+  return any_unit([](const Unit& unit) {
+    return std::any_of(
+        unit.params().begin(), unit.params().end(), [](const auto& param) { return param->trainable(); });
+  });
 }
 
 void Runtime::forward_begins() {
@@ -353,12 +363,15 @@ void Runtime::finish_backward() {
   // some leaves only, a penalty's, say, or a look at the input's: ranks may differ in whether they come here for it.
   const bool reduces = backward_.has_gradients || backward_.is_for_all;
   if (reduces) {
-    end_unseen_writes(); // also where no gradient has come
+    if (!backward_.has_gradients && any_unit([](const Unit& unit) { return unit.awaits_reduction(); })) {
+      end_unseen_writes(); // as the first gradient does
+    }
     reduce_what_waits();
   }
   if (is_last_backward_ && reduces) {
     reducer_.finish();
-    reduce_what_waits(); // parts that an earlier backward has put off, and that were still on their way
+    each_unit([](Unit& unit) { unit.reduced = unit.reduced && !unit.has_put_off_parts(); }); // they were on their way
+    reduce_what_waits();
     reducer_.finish();
   }
   reducer_.deliver_copies();

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -130,9 +131,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool is_looked_at() const {
     return looked_at_;
   }
-  bool in_step() const {
-    return step_.has_begun;
-  }
   /// Between a forward and the end of its backward, which still needs the values that handles had: as long as what was
   /// recorded lives, where the program says when modules are called.
   bool needs_old_values();
@@ -184,9 +182,13 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void shards_change() {
     shards_changed_ = true;
   }
-  void set_post_optim_event(std::shared_ptr<c10::Event> event) {
-    post_optim_event_ = std::move(event);
+  /// By an operator.
+  void note_seen_write() {
+    writes_are_seen_ = writes_are_seen_ || unseen_writes_;
   }
+  bool trains_something() const;
+  /// After it the optimizer of this root's units has written.
+  void set_post_optim_event(const Unit& root, std::shared_ptr<c10::Event> event);
 
   // -- being watched
 
@@ -235,7 +237,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool takes_note(const Unit& unit, bool training) const;
   bool leads_here(const BackwardGraph& graph) const;
   bool is_of_others(const BackwardGraph& graph) const;
-  static bool is_look(const Unit& unit, Phase phase, bool training);
+  bool is_certainly_a_use() const;
+  bool is_look(const Unit& unit, Phase phase, bool training) const;
   bool is_first_touch(const Unit& unit, bool training) const;
   void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
   static bool stays(const Unit& unit, const TouchedUnits& touched, Phase phase);
@@ -260,8 +263,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   Stream gather_stream_;
   Stream reduce_stream_;
   Stream all_reduce_stream_;
-  std::shared_ptr<c10::Event>
-      post_optim_event_; // protects shards from being gathered before the optimizer has written them
+  std::unordered_map<const Unit*, std::shared_ptr<c10::Event>>
+      post_optim_events_; // of roots; protect shards from being gathered before the optimizer has written them
 
   std::vector<Unit*> units_; // null where one was destroyed; index is its number
   std::vector<Unit*> unsharded_; // in the order in which they left the sharded state
@@ -274,6 +277,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool any_gathers_together_ = false;
   bool shards_changed_ = true; // since the last gather
   bool unseen_writes_ = false; // possible since backward has ended, or the program said so
+  bool writes_are_seen_ = false; // an optimizer has written by operators then, and is expected to go on so
   bool awaits_step_ = false; // since then
   bool calls_are_noted_ = false; // the program says when a step begins
   std::atomic<bool> looked_at_ = false; // by a profiler

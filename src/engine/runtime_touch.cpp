@@ -22,17 +22,23 @@ bool Runtime::trains(Phase phase) {
   return phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
 }
 
+// Where gathers ask nobody, it does not matter.
+bool Runtime::is_certainly_a_use() const {
+  return !any_gathers_together_ || (expects_calls_ && running_calls > 0);
+}
+
 // [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
-// that for which it was gathered. Not so outside a step, where the program has unsharded it for whatever it likes; nor
-// in the hooks on a parameter's gradient, which run as what adds it up, and that reads no parameter.
-bool Runtime::is_look(const Unit& unit, Phase phase, bool training) {
+// that for which it was gathered. Not so of what the program has unsharded, for whatever it likes, unless the program
+// says that it is a call of a module; nor in the hooks on a parameter's gradient, which run as what adds it up, and
+// that reads no parameter.
+bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
   if (unit.state() == UnitState::kSharded) {
     return false;
   }
   if (phase == Phase::kForward) {
-    return !training && unit.ahead == GatheredFor::kWhoeverComes;
+    return unit.ahead == GatheredFor::kWhoeverComes && !(training && is_certainly_a_use());
   }
   const auto node = torch::autograd::get_current_node();
   return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
@@ -113,9 +119,15 @@ void Runtime::touch(const TouchedUnits& units) {
   if (phase == Phase::kBackward) {
     begin_backward();
   }
+  for (Unit* unit : units) {
+    if (unit->left_by_backward && unit->held == 0) {
+      unit->reshard();
+    }
+  }
   const bool gathers =
       std::any_of(units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
-  if (training && (gathers || !calls_are_noted_)) {
+  const bool may_be_alone = calls_are_noted_ || (writes_are_seen_ && any_gathers_together_);
+  if (training && (gathers || !may_be_alone)) {
     begin_step(/*certainly=*/false);
   }
   const Unit* before = last_;
@@ -124,7 +136,7 @@ void Runtime::touch(const TouchedUnits& units) {
   bool any_first = false;
   for (Unit* unit : units) {
     if (is_look(*unit, phase, training)) {
-      if (!training && !step_.has_begun) { // what it was unsharded for
+      if (!training && !step_.has_forward && is_certainly_a_use()) { // what it was unsharded for
         unit->requested = false;
         unit->ahead = GatheredFor::kNobody;
       }
@@ -184,7 +196,9 @@ void Runtime::release_left_behind(
     if (expected && !unit->is_private()) {
       unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
     } else {
-      unit->reshard(/*left_in=*/phase);
+      const bool in_training =
+          &schedule == &training_ || (expects_calls_ && step_.has_forward); // custom functions, too
+      unit->reshard(in_training && phase == Phase::kForward ? Left::kForItsBackward : Left::kForAnother);
     }
   }
 }

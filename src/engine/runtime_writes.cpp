@@ -45,11 +45,20 @@ void Runtime::order_gather() {
 }
 
 void Runtime::wait_for_writes(const Stream& stream) {
-  if (post_optim_event_) {
-    post_optim_event_->block(stream);
-    post_optim_event_.reset();
-  } else {
+  const auto events = std::exchange(post_optim_events_, {});
+  for (const auto& [root, event] : events) {
+    event->block(stream);
+  }
+  if (any_unit([&events](const Unit& unit) { return unit.parent() == nullptr && events.count(&unit) == 0; })) {
     wait_stream(stream, current_stream(device_));
+  }
+}
+
+void Runtime::set_post_optim_event(const Unit& root, std::shared_ptr<c10::Event> event) {
+  if (event) {
+    post_optim_events_[&root] = std::move(event);
+  } else {
+    post_optim_events_.erase(&root);
   }
 }
 
@@ -73,16 +82,18 @@ void Runtime::gradient_delivered(Param& param, const at::Tensor& gradient) {
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
   const WithoutCallersLock no_callers_lock;
-  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
-    if (!unit->gathers_together() && unit->held == 0) { // to gather it again costs nothing
-      unit->reshard();
-    }
-  }
   begin_unseen_writes(std::exchange(delivered_, {}));
-  for (Unit* unit : unsharded_) {
+  for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     unit->wait();
     unit->requested = false;
-    unit->kept_through_backward = !unit->policy.reshard_after_backward; // as the program wants it
+    if (unit->gathers_together()) {
+      unit->kept_through_backward = !unit->policy.reshard_after_backward; // as the program wants it
+      if (!unit->kept_through_backward && unit->held == 0) { // it was asked for, and will be out of date
+        unit->reshard();
+      }
+    } else {
+      unit->left_by_backward = unit->held == 0; // to gather it again costs nothing
+    }
   }
 }
 

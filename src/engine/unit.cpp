@@ -185,7 +185,7 @@ void Unit::unshard() {
   or_release([&] {
     for (auto& bucket : buckets_) {
       bucket->gather(label("unshard"));
-      if (bucket->reads_in_place()) {
+      if (bucket->reads_in_place() && bucket->gather_group->size() > 1) { // alone, nobody waits for readers
         group_users::begin_reading(*bucket->gather_group, *this);
       }
     }
@@ -244,23 +244,23 @@ void Unit::order_reader() {
   }
 }
 
-void Unit::reshard(std::optional<Phase> left_in) {
+void Unit::reshard(Left left) {
   requested = false;
   ahead = GatheredFor::kNobody;
-  kept_through_backward = false;
+  kept_through_backward = left_by_backward = false;
   if (state_ == UnitState::kSharded) {
     return;
   }
   if (state_ == UnitState::kArriving) {
     wait_unseen();
-  } else if (!left_in || is_private()) {
-    wait(); // whoever asks may have used it till now
+  } else if (left == Left::kUnknown || is_private()) {
+    wait();
   }
   const tracing::Span span("reshard", display_name());
   state_ = UnitState::kSharded;
   std::exception_ptr error;
   try {
-    before_release(left_in);
+    before_release(left);
   } catch (...) {
     error = std::current_exception();
   }
@@ -276,13 +276,13 @@ void Unit::reshard(std::optional<Phase> left_in) {
 }
 
 // Others may wait for what is only read to be released, before they let this rank write.
-void Unit::before_release(std::optional<Phase> left_in) {
+void Unit::before_release(Left left) {
   for (auto& bucket : buckets_) {
     group_users::end_reading(*bucket->gather_group, *this);
     if (bucket->is_private()) {
       continue;
     }
-    if (policy.reshard_to && left_in == Phase::kForward && runtime_->in_step()) {
+    if (policy.reshard_to && left == Left::kForItsBackward && runtime_->trains_something()) {
       const StreamGuard on_stream(runtime_->gather_stream());
       bucket->keep_share(label("reshard"));
     }
@@ -323,11 +323,12 @@ void Unit::before_shard_write(Param& param) {
     reshard();
   }
   runtime_->shards_change();
+  runtime_->note_seen_write();
   param.bucket().values_change(param);
   param.bucket().begin_write();
 }
 
-void Unit::before_shard_read() {
+void Unit::before_shard_read(const Param* param) {
   const bool is_summoned_to_write = summoned > 0 && summoned_to_read == 0;
   if (!is_private() || (held > 0 && !is_summoned_to_write)) {
     return;
@@ -340,7 +341,7 @@ void Unit::before_shard_read() {
     return;
   }
   for (auto& bucket : buckets_) {
-    bucket->write_back_alone();
+    bucket->write_back_alone(param);
   }
 }
 
@@ -428,6 +429,11 @@ void Unit::gradient_on_stream(bool adds) {
       gradient_streams.block(stream);
     }
   }
+}
+
+bool Unit::has_put_off_parts() const {
+  return policy.requires_all_reduce &&
+         std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->partial.defined(); });
 }
 
 bool Unit::awaits_reduction() const {

@@ -31,6 +31,9 @@ enum class UnitState : char {
 /// For whose next touch a unit was gathered ahead of it.
 enum class GatheredFor : char { kNobody, kTraining, kEvaluation, kWhoeverComes };
 
+/// When a unit was used last: whoever asks for its release may have used it till now.
+enum class Left : char { kUnknown, kForAnother, kForItsBackward };
+
 struct ParamSpec {
   std::string name; ///< relative to the unit's module
   at::Tensor tensor; ///< becomes the handle
@@ -164,9 +167,9 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void unshard();
   /// arriving -> whole. The handles have memory when it returns.
   void wait();
-  /// any -> sharded. Private copies are written back first. `left_in`: it was left for another unit in this phase, so
-  /// that its last use is known; after a forward a share may be kept for the gather of the backward.
-  void reshard(std::optional<Phase> left_in = std::nullopt);
+  /// any -> sharded. Private copies are written back first. Where it was left for another unit, its last use is known;
+  /// in a forward that trains, a share may be kept for the gather of the backward.
+  void reshard(Left left = Left::kUnknown);
   /// Another unit is used from now on: where streams are at work, a release comes after the uses so far.
   void leave() {
     uses_.end();
@@ -195,7 +198,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool is_in_use(Phase phase) const {
     const bool listed_is_fetched = phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
     const bool ordered = !on_streams_ || uses_.goes_on(current_stream(device_));
-    return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && listed_is_fetched && ordered;
+    return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && !left_by_backward && listed_is_fetched &&
+           ordered;
   }
   /// Whether its gather needs the other ranks.
   bool gathers_together() const {
@@ -226,8 +230,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
 
   /// Before an operator writes a shard: returns once no rank reads the old value. Cheap when already writing.
   void before_shard_write(Param& param);
-  /// Before an operator reads a shard: writes to handles become visible.
-  void before_shard_read();
+  /// Before an operator reads a shard, or any: writes to handles become visible.
+  void before_shard_read(const Param* param = nullptr);
   /// Before shards are written by what no operator shows: as `before_shard_write`, of all.
   void expect_unseen_writes();
   /// Where shards' tensors were given other data (`module.to(dtype)`), they move back into a home. Collective then.
@@ -263,10 +267,13 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Gradients have come since the last reduction; or, without one in this backward, something else has to be reduced:
   /// what an earlier backward put off, zeros in place of gradients that did not come.
   bool awaits_reduction() const;
+  /// An earlier backward has left parts of gradients that this one all-reduces.
+  bool has_put_off_parts() const;
   bool reduced = false; ///< in this backward
   bool used_in_backward = false;
   bool gathered_in_backward = false;
   bool kept_through_backward = false; ///< whole since the last one
+  bool left_by_backward = false; ///< so it is, and is gathered anew where it is used next: shards may have been written
   int64_t gradient_bytes() const;
   /// Gradients wait for a later backward, and users see them until it begins: what they drop is dropped.
   void show_waiting_gradients();
@@ -296,7 +303,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>
   void or_release(const Gather& gather);
-  void before_release(std::optional<Phase> left_in);
+  void before_release(Left left);
   void choose_reduce_groups();
   void look_for_params_on_meta();
   void note_arrival();

@@ -145,7 +145,7 @@ void FSDPModule::set_all_reduce_hook(std::function<void(at::Tensor&)> hook, std:
 
 void FSDPModule::set_post_optim_event(std::shared_ptr<c10::Event> event) {
   check_root(*unit_, "set_post_optim_event");
-  unit_->runtime().set_post_optim_event(std::move(event));
+  unit_->runtime().set_post_optim_event(*unit_, std::move(event));
 }
 
 void FSDPModule::set_gradient_divide_factor(std::optional<double> factor) {

@@ -45,6 +45,7 @@ struct SummonedParams::Impl {
     at::Tensor tensor;
     const c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl(); ///< as it was shown first
     int64_t version = version_of(tensor);
+    bool trainable = tensor.requires_grad();
     bool in_a_slot = false; ///< others of its unit are not
     bool with_gradient = false;
 
@@ -76,6 +77,7 @@ struct SummonedParams::Impl {
   void restore();
   void give_back(Unit& unit);
   static void write_back(Param& param, const Whole& shown);
+  static void follow_requires_grad(Param& param, const Whole& shown);
 };
 
 namespace {
@@ -211,6 +213,14 @@ void SummonedParams::Impl::write_back(Param& param, const Whole& shown) {
   }
 }
 
+// Users have frozen or thawed what is shown; of a flat shard, not all.
+void SummonedParams::Impl::follow_requires_grad(Param& param, const Whole& shown) {
+  const bool wanted = shown.tensor.requires_grad();
+  if (shown.tensor.is_leaf() && wanted != shown.trainable && param.bucket().flat_shard() == nullptr) {
+    param.train(wanted);
+  }
+}
+
 void SummonedParams::Impl::restore() {
   engine::InternalScope scope;
   for (const auto& [param, whole] : wholes) {
@@ -241,6 +251,10 @@ void SummonedParams::Impl::give_back(Unit& unit) {
   auto guard = unit.runtime().lock();
   for (const auto& param : unit.params()) {
     param->remind_holders();
+    if (const auto found = wholes.find(param.get());
+        found != wholes.end() && !options.rank0_only) { // alike on all ranks
+      follow_requires_grad(*param, found->second);
+    }
   }
   unit.held = std::max(0, unit.held - 1); // reset_iter_state lets go of everything
   const bool writes = options.writeback && !failed && unit.is_private();

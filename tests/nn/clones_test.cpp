@@ -1,5 +1,8 @@
 // A copy of a sharded model is sharded as the original is, with shards of its own.
 
+#include <atomic>
+#include <thread>
+
 #include "engine/bucket.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -311,6 +314,35 @@ TEST_P(Clones, AreCutAsTheModelIsWhateverNamesRepeat) {
     EXPECT_EQ(cuts(copy), cuts(model));
     model->eval(), copy->eval();
     EXPECT_TRUE(torch::equal(copy->forward(torch::ones({2, 4})), model->forward(torch::ones({2, 4}))));
+  });
+}
+
+TEST(ClonesOfOneRank, AreReadByAnotherThreadWhileTheModelTrains) {
+  on_threads(1, [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model);
+    const auto copy = fsdp::clone(model);
+    const auto x = torch::ones({2, 5});
+    const auto infer = [&] {
+      const torch::NoGradGuard no_grad;
+      return copy->forward(x);
+    };
+    const auto expected = infer();
+    std::atomic<bool> trains = true;
+    std::thread reader([&] {
+      while (trains) {
+        EXPECT_NO_THROW(EXPECT_TRUE(torch::equal(infer(), expected)));
+      }
+    });
+    torch::optim::SGD optimizer(model->parameters(), 0.01);
+    for (int step = 0; step < 200; ++step) {
+      optimizer.zero_grad();
+      model->forward(x).sum().backward();
+      optimizer.step();
+    }
+    trains = false;
+    reader.join();
   });
 }
 

@@ -227,6 +227,17 @@ TEST_P(Freshness, AnEvaluationAfterThemOfWhatStaysWhole) {
   });
 }
 
+// The first layer's backward does not read its weight, as its input needs no gradient.
+TEST_P(Freshness, WritesBeforeAUnitIsUnshardedForTheNextStep) {
+  on_ranks(GetParam(), [] {
+    const Between unshard = [](nn::Sequential& model, int) { as_fsdp(*model[0]).unshard(); };
+    expect_no_difference({.after_write = unshard});
+    expect_no_difference(
+        {.after_write = unshard,
+         .options = {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}}});
+  });
+}
+
 TEST_P(Freshness, WritesThatChangeNothingOnSomeRanks) {
   on_ranks(GetParam(), [] {
     for (const auto make : {frozen_but_for_the_head, embedding_of_which_little_is_used}) {

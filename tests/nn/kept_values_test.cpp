@@ -436,7 +436,7 @@ TEST_P(KeptValues, ReadingWhatIsInNoGraphIsNoStep) {
     auto model = filled(4, 4);
     auto unit = fully_shard(*model);
     EXPECT_EQ(model->weight.detach().sum().item<float>(), numbers({4, 4}).sum().item<float>());
-    EXPECT_FALSE(unit.unit()->runtime().in_step());
+    EXPECT_FALSE(unit.unit()->runtime().in_forward());
     {
       torch::NoGradGuard no_grad;
       model->weight.zero_(); // would be an error in a step

@@ -105,6 +105,31 @@ TEST(Reductions, ReplicasWithoutShardsReduceEachUnitAtOnce) {
   }
 }
 
+/// A part that was put off may still be on its way when its unit is reduced again, without it.
+TEST(Reductions, PartsThatWerePutOffGoWithTheNextAllReduce) {
+  on_threads(4, [] {
+    const Mesh mesh = init_device_mesh("cpu", {2, 2}, {"replicate", "shard"});
+    const auto layer = [] { return nn::Linear(nn::LinearOptions(4, 4).bias(false)); };
+    auto first = layer(), second = layer();
+    nn::Sequential model(first, second);
+    auto root = fully_shard(*model, {.mesh = mesh});
+    for (const int64_t buffers : {1, 2}) {
+      root.set_reduce_scatter_max_input_buffers(buffers);
+      model->zero_grad();
+      const auto x = torch::full({2, 4}, rank() + 1.0);
+      root.set_requires_all_reduce(false);
+      root.set_is_last_backward(false);
+      (first->forward(x) + second->forward(x)).sum().backward();
+      root.set_requires_all_reduce(true);
+      root.set_is_last_backward(true);
+      first->forward(x).sum().backward();
+      const auto gradient = [](const nn::Linear& of) { return sharded(of->parameters()[0]).full_grad(); };
+      EXPECT_TRUE(torch::equal(gradient(first), torch::full({4, 4}, 10.0))) << buffers << gradient(first);
+      EXPECT_TRUE(torch::equal(gradient(second), torch::full({4, 4}, 5.0))) << buffers << gradient(second);
+    }
+  });
+}
+
 TEST(ReductionsOfProcesses, AreStartedInTheSameOrder) {
   for (const char* backend : {"shm", "gloo"}) {
     on_processes(4, [&] {

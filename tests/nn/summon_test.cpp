@@ -529,6 +529,23 @@ TEST_P(Summon, ToWriteWithinAGuardThatWritesGoesOn) {
   });
 }
 
+/// As adapters are merged.
+TEST_P(Summon, AFrozenParameterStaysSoWhenAProductIsAddedInAGuard) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    model[0]->as<nn::Linear>()->weight.set_requires_grad(false);
+    fully_shard(*model);
+    {
+      const auto guard = summon_full_params(*model);
+      auto base = model->named_parameters()["0.weight"];
+      base.fill_(1);
+      base.add_(model->named_parameters()["1.weight"] * 0);
+    }
+    EXPECT_FALSE(model->named_parameters()["0.weight"].requires_grad());
+    EXPECT_TRUE(torch::equal(whole_of(*model, "0.weight"), torch::ones({4, 4})));
+  });
+}
+
 TEST_P(Summon, ShardsFromBeforeFollowWhatAGuardWrites) {
   on_threads(GetParam(), [] {
     const torch::NoGradGuard no_grad;
@@ -565,6 +582,28 @@ TEST_P(Summon, ShardsFromBeforeFollowWhatAGuardWrites) {
       expect_all(4);
     }
     expect_all(4);
+  });
+}
+
+TEST_P(Summon, WhatIsFrozenInAGuardIsFrozen) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    fully_shard(*model[0]);
+    fully_shard(*model);
+    for (const bool writeback : {true, false}) {
+      for (const bool wanted : {false, true}) {
+        {
+          const auto guard = summon_full_params(*model, {.writeback = writeback});
+          model->named_parameters()["0.weight"].set_requires_grad(wanted);
+        }
+        EXPECT_EQ(model->named_parameters()["0.weight"].requires_grad(), wanted);
+        EXPECT_EQ(model[0]->as<nn::Linear>()->weight.requires_grad(), wanted);
+        model->zero_grad();
+        model->forward(torch::ones({2, 5})).sum().backward();
+        EXPECT_EQ(model->named_parameters()["0.weight"].grad().defined(), wanted);
+        EXPECT_TRUE(model->named_parameters()["0.bias"].grad().defined());
+      }
+    }
   });
 }
 

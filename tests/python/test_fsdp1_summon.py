@@ -202,3 +202,14 @@ def test_applied_functions_see_whole_parameters_of_all_modules():
             outcomes.append([each for each in seen if each[1]])
         assert outcomes[0] == outcomes[1]
         assert ("Linear", [(7, 5), (7,)]) in outcomes[0]
+
+
+@on_ranks(2)
+def test_what_is_frozen_by_apply_is_frozen():
+    for make in BOTH:
+        model = wrapped(seeded(blocks), make, use_orig_params=True)
+        frozen, trained = [part for part in model.modules() if isinstance(part, nn.Linear)][:2]
+        model.apply(lambda part, frozen=frozen: part.requires_grad_(False) if part is frozen else None)
+        loss_of(model, mine(rows(0, 5))).backward()
+        assert not any(parameter.requires_grad for parameter in frozen.parameters())
+        assert all(parameter.requires_grad for parameter in trained.parameters())

@@ -3,6 +3,7 @@
 import datetime
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -48,6 +49,36 @@ def test_at_what_was_unsharded_for_it():
         look_at(model[1])
         model[1].reshard()
         assert torch.equal(model(torch.ones(2, WIDTH)), results[0])
+
+
+@pytest.mark.parametrize("records", (False, True))
+@on_ranks(2)
+def test_between_steps_at_what_was_unsharded(records):
+    for layer, reshards in ((0, True), (0, False), (2, False)):
+        model = sharded()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        for step in range(4):
+            loss_of(model, mine(rows(step, WIDTH))).backward()
+            optimizer.step()
+            model[layer].unshard()
+            with torch.set_grad_enabled(records):
+                look_at(model[layer])
+            if reshards:
+                model[layer].reshard()
+            if step % 2:
+                with torch.no_grad():
+                    model(torch.ones(2, WIDTH))
+
+
+@on_ranks(4, comm=("gloo",))
+def test_between_evaluations_where_ranks_keep_shares():
+    model = sharded(reshard_after_forward=2)
+    for step in range(3):
+        loss_of(model, mine(rows(step, WIDTH))).backward()
+        for _ in range(3):
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+            look_at(model[3])
 
 
 @on_ranks(2)

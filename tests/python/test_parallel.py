@@ -211,6 +211,39 @@ def test_clipping_over_several_meshes():
             torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+class OneExpert(nn.Module):
+    """A rank's rows go to one of them, or to none."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert, self.head = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x, uses_expert):
+        x = self.head(x)
+        return x @ self.expert.weight.to_local().T if uses_expert else x
+
+
+@on_ranks(2)
+def test_clipping_where_a_rank_has_no_gradients_on_a_mesh():
+    world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "ep"))
+    for norm_type in (1.0, 2.0, float("inf")):
+        model = seeded(OneExpert)
+        cut = distribute_tensor(model.expert.weight.detach(), world["ep"], [Shard(0)])
+        model.expert.weight = nn.Parameter(cut)
+        fully_shard(model.expert, mesh=world["dp"])
+        fully_shard(model.head, mesh=world["ep"])
+        model(torch.ones(2, 8), uses_expert=dist.get_rank() == 0).sum().backward()
+        gradients = [p.grad for p in model.parameters()]
+        assert (gradients[0] is None) == (dist.get_rank() == 1)
+        own = torch.zeros(0) if gradients[0] is None else gradients[0].to_local().flatten()
+        parts = [None, None]
+        dist.all_gather_object(parts, own)
+        every = torch.cat([*parts, *(whole(gradient).flatten() for gradient in gradients[1:])])
+        expected = torch.linalg.vector_norm(every, norm_type)
+        norm = libfsdp.clip_grad_norm_(model, 1e-2, norm_type)
+        torch.testing.assert_close(norm, expected)
+
+
 @on_ranks(4, comm=("shm",))
 def test_summoned_parameters_lie_as_before_sharding():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

@@ -278,6 +278,29 @@ def test_summoned_ones_have_their_own_dtype():
     backward(model)
 
 
+def cut_in_two_ways():
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = seeded(mlp)
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+@pytest.mark.parametrize("writeback", (True, False))
+@on_ranks(2)
+def test_freezing_summoned_ones_freezes_the_registered_ones(writeback):
+    for model in (shard_with(fully_shard, seeded(mlp)), cut_in_two_ways()):
+        for wanted in (False, True):
+            with libfsdp.summon_full_params(model, writeback=writeback):
+                model[0].requires_grad_(wanted)
+            assert [parameter.requires_grad for parameter in model[0].parameters()] == [wanted, wanted]
+            model.zero_grad()
+            backward(model)
+            assert [parameter.grad is not None for parameter in model[0].parameters()] == [wanted, wanted]
+            assert all(parameter.grad is not None for parameter in model[3].parameters())
+
+
 @on_ranks(2, comm=("shm",))
 def test_summoned_ones_have_their_own_dtype_with_tensor_parallelism():
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module

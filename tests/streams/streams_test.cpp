@@ -298,6 +298,33 @@ TEST(OnStreams, SeveralRootsThatShareTheirStreams) {
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
 
+TEST(OnStreams, EventsOfTheOptimizersOfRootsThatShareTheirStreams) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    torch::nn::Linear linear(7, 5), head(5, 3);
+    std::vector<FSDPModule> roots{fully_shard(*linear, {.mesh = mesh}), fully_shard(*head, {.mesh = mesh})};
+    share_comm_ctx(roots);
+    const Stream compute = current_stream(mesh.device());
+    const std::vector<Stream> streams{new_stream(mesh.device()), new_stream(mesh.device())};
+    for (int step = 0; step < 3; ++step) {
+      const auto loss = head(torch::relu(linear(subjects::data(rank(), step, {4, 7})))).sum();
+      for (const Stream& stream : streams) {
+        wait_stream(compute, stream); // gradients are added to what the optimizers have read
+      }
+      loss.backward();
+      for (size_t i = 0; i < roots.size(); ++i) {
+        wait_stream(streams[i], compute);
+        const StreamGuard on_its_stream(streams[i]);
+        torch::optim::SGD(i == 0 ? linear->parameters() : head->parameters(), 0.1).step();
+        auto event = std::make_shared<c10::Event>(c10::kHPU);
+        event->record(streams[i]);
+        roots[i].set_post_optim_event(event);
+      }
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
 TEST(OnStreams, RootsThatShareTheirStreamsWhenOneHasRun) {
   queued_device::detector().begin_test();
   on_devices({2}, [&](const Mesh& mesh) {

@@ -50,7 +50,8 @@ struct SharedHome final : Home, std::enable_shared_from_this<SharedHome> {
         layout(pieces, rewritten),
         keeps_arena(core->keeps_arena.lock()) {}
   ~SharedHome() override {
-    for (size_t i = 0; segment && i < pieces.size(); ++i) {
+    const bool ours = segment && !core->members->inherited(); // else a thread of the parent may have held the lock
+    for (size_t i = 0; ours && i < pieces.size(); ++i) {
       core->unseen_writes.forget(own_slice(i));
     }
   }
@@ -127,7 +128,7 @@ class GatheredPieces final : public Gathered {
   }
 
   void abandon() override {
-    if (const auto region = std::exchange(region_, std::nullopt)) {
+    if (const auto region = std::exchange(region_, std::nullopt); region && !home_->core->members->inherited()) {
       home_->scratch->abandon(*region);
     }
   }
