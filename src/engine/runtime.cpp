@@ -395,6 +395,7 @@ void Runtime::finish_backward() {
     training_.end_step();
     end_step();
   }
+  step_.within = backward_.graph; // what hooks read from here on, they look at
   backward_ = {};
   last_ = nullptr;
   if (is_last_backward_ && reduces && !delivered_.empty()) {

@@ -28,6 +28,7 @@ namespace fsdp::engine {
 class BackwardGraph;
 class Param;
 class Unit;
+enum class GatheredFor : char;
 class WaitingGradient;
 
 enum class EventKind { kUnshard, kWait, kReshard, kReduce, kReduced, kEndBackward };
@@ -237,14 +238,18 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool takes_note(const Unit& unit, bool training) const;
   bool leads_here(const BackwardGraph& graph) const;
   bool is_of_others(const BackwardGraph& graph) const;
-  bool is_certainly_a_use() const;
   bool is_look(const Unit& unit, Phase phase, bool training) const;
   bool is_first_touch(const Unit& unit, bool training) const;
-  void release_left_behind(const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before);
+  bool is_by_all(const TouchedUnits& units) const;
+  void renew_in_place(const TouchedUnits& units, bool training);
+  GatheredFor gathered_for(const Schedule& schedule, Phase phase) const;
+  /// `by_all`: else only of units that are gathered without the other ranks.
+  void release_left_behind(
+      const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before, bool by_all);
   static bool stays(const Unit& unit, const TouchedUnits& touched, Phase phase);
   void prefetch_listed(const Unit& unit, Phase phase, bool training);
   void prefetch(const Unit& unit, Phase phase, const Schedule& schedule);
-  static void gather_ahead(Unit& unit, bool training);
+  static void gather_ahead(Unit& unit, GatheredFor whom);
   void wait_for_writes(const Stream& stream);
   void open_for_unseen_writes();
   /// Of units that others read in place.

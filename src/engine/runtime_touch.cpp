@@ -22,23 +22,23 @@ bool Runtime::trains(Phase phase) {
   return phase == Phase::kBackward || c10::GradMode::is_enabled() || CheckpointForward::current() >= 0;
 }
 
-// Where gathers ask nobody, it does not matter.
-bool Runtime::is_certainly_a_use() const {
-  return !any_gathers_together_ || (expects_calls_ && running_calls > 0);
-}
-
 // [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
-// that for which it was gathered. Not so of what the program has unsharded, for whatever it likes, unless the program
-// says that it is a call of a module; nor in the hooks on a parameter's gradient, which run as what adds it up, and
-// that reads no parameter.
+// that for which it was gathered. Not so of what the program has unsharded, for whatever it likes; of what backward
+// will read, in a forward; or of anything outside of all calls, where the program tells of these. Nor in the hooks on a
+// parameter's gradient, which run as what adds it up, and that reads no parameter.
 bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
   if (unit.state() == UnitState::kSharded) {
     return false;
   }
   if (phase == Phase::kForward) {
-    return unit.ahead == GatheredFor::kWhoeverComes && !(training && is_certainly_a_use());
+    if (!any_gathers_together_) {
+      return !training && unit.ahead == GatheredFor::kWhoeverComes;
+    }
+    const bool outside_of_calls = expects_calls_ && running_calls == 0;
+    return outside_of_calls || unit.ahead == GatheredFor::kBackward ||
+           (unit.ahead == GatheredFor::kWhoeverComes && !(training && expects_calls_));
   }
   const auto node = torch::autograd::get_current_node();
   return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
@@ -101,6 +101,29 @@ bool Runtime::leads_here(const BackwardGraph& graph) const {
   });
 }
 
+// Where gathers ask nobody, to gather again costs nothing.
+void Runtime::renew_in_place(const TouchedUnits& units, bool training) {
+  const bool step_may_begin = training && unseen_writes_ && any_gathers_together_; // else that reshards them
+  for (Unit* unit : units) {
+    if (unit->held == 0 && (unit->left_by_backward || (step_may_begin && !unit->gathers_together()))) {
+      unit->reshard();
+    }
+  }
+}
+
+// Whether a step may begin with it. Where gathers need all ranks, one that reads what is whole may be looking alone.
+// But as long as no operator has been seen to write shards, what an evaluation has left whole has to be gathered again.
+bool Runtime::is_by_all(const TouchedUnits& units) const {
+  const auto gathers = [](const Unit* unit) { return unit->state() == UnitState::kSharded; };
+  const auto is_kept = [](const Unit* unit) { return unit->requested || unit->kept_through_backward; };
+  if (!any_gathers_together_) {
+    return !calls_are_noted_ || std::any_of(units.begin(), units.end(), gathers);
+  }
+  return std::any_of(units.begin(), units.end(), [&](const Unit* unit) {
+    return unit->gathers_together() && (gathers(unit) || !(calls_are_noted_ || writes_are_seen_ || is_kept(unit)));
+  });
+}
+
 void Runtime::touch(const TouchedUnits& units) {
   auto guard = lock();
   if (phase() == Phase::kBackward && is_of_others(BackwardGraph::current())) {
@@ -119,24 +142,18 @@ void Runtime::touch(const TouchedUnits& units) {
   if (phase == Phase::kBackward) {
     begin_backward();
   }
-  for (Unit* unit : units) {
-    if (unit->left_by_backward && unit->held == 0) {
-      unit->reshard();
-    }
-  }
-  const bool gathers =
-      std::any_of(units.begin(), units.end(), [](const Unit* unit) { return unit->state() == UnitState::kSharded; });
-  const bool may_be_alone = calls_are_noted_ || (writes_are_seen_ && any_gathers_together_);
-  if (training && (gathers || !may_be_alone)) {
+  renew_in_place(units, training);
+  if (training && is_by_all(units)) {
     begin_step(/*certainly=*/false);
   }
   const Unit* before = last_;
   const Unit* noted = nullptr;
   TouchedUnits fetching; // those whose list is due
-  bool any_first = false;
+  bool any_first = false, by_all = false;
   for (Unit* unit : units) {
     if (is_look(*unit, phase, training)) {
-      if (!training && !step_.has_forward && is_certainly_a_use()) { // what it was unsharded for
+      const bool is_used = !any_gathers_together_ || (expects_calls_ && running_calls > 0);
+      if (!training && !step_.has_forward && is_used && unit->ahead == GatheredFor::kWhoeverComes) {
         unit->requested = false;
         unit->ahead = GatheredFor::kNobody;
       }
@@ -153,6 +170,10 @@ void Runtime::touch(const TouchedUnits& units) {
     unit->gathered_in_backward |= phase == Phase::kBackward;
     unit->requested = unit->prefetched = false;
     unit->ahead = GatheredFor::kNobody;
+    if (any_gathers_together_ && !unit->gathers_together()) {
+      continue; // ranks may differ in it
+    }
+    by_all = true;
     last_ = unit;
     if (takes_note(*unit, training)) {
       schedule.touched({unit->number(), phase});
@@ -160,7 +181,7 @@ void Runtime::touch(const TouchedUnits& units) {
     }
   }
   if (any_first) {
-    release_left_behind(units, phase, schedule, before);
+    release_left_behind(units, phase, schedule, before, by_all);
   }
   for (Unit* unit : units) {
     unit->unshard();
@@ -178,27 +199,35 @@ void Runtime::touch(const TouchedUnits& units) {
   reducer_.progress();
 }
 
+GatheredFor Runtime::gathered_for(const Schedule& schedule, Phase phase) const {
+  if (&schedule != &training_) {
+    return GatheredFor::kEvaluation;
+  }
+  return phase == Phase::kForward ? GatheredFor::kForward : GatheredFor::kBackward;
+}
+
 void Runtime::release_left_behind(
-    const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before) {
+    const TouchedUnits& touched, Phase phase, const Schedule& schedule, const Unit* before, bool by_all) {
   const auto next = schedule.upcoming(std::max<size_t>(prefetch_, 1));
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     const bool is_touched = std::find(touched.begin(), touched.end(), unit) != touched.end();
     if (!is_touched) {
       unit->leave();
     }
-    if (is_touched || stays(*unit, touched, phase)) {
+    if (is_touched || stays(*unit, touched, phase) || (unit->gathers_together() && !by_all)) {
       continue;
     }
-    const bool expected =
-        schedule.known()
-            ? std::any_of(next.begin(), next.end(), [&](const auto& touch) { return touch.unit == unit->number(); })
-            : unit == before; // units touched in turns must not thrash
-    if (expected && !unit->is_private()) {
-      unit->ahead = &schedule == &training_ ? GatheredFor::kTraining : GatheredFor::kEvaluation;
-    } else {
-      const bool in_training =
-          &schedule == &training_ || (expects_calls_ && step_.has_forward); // custom functions, too
+    const auto touch =
+        std::find_if(next.begin(), next.end(), [&](const auto& each) { return each.unit == unit->number(); });
+    const bool trains = &schedule == &training_;
+    const bool expected = schedule.known() ? touch != next.end() : unit == before; // in turns, units must not thrash
+    if (!expected || unit->is_private()) {
+      const bool in_training = trains || (expects_calls_ && step_.has_forward); // custom functions, too
       unit->reshard(in_training && phase == Phase::kForward ? Left::kForItsBackward : Left::kForAnother);
+    } else if (schedule.known()) {
+      unit->ahead = gathered_for(schedule, touch->phase);
+    } else {
+      unit->ahead = trains ? GatheredFor::kBackward : GatheredFor::kNobody;
     }
   }
 }
@@ -221,7 +250,7 @@ static const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase p
 void Runtime::prefetch_listed(const Unit& unit, Phase phase, bool training) {
   for (const auto& weak : list_of(unit, phase)) {
     if (auto next = weak.lock(); next && next->state() == UnitState::kSharded) {
-      gather_ahead(*next, training);
+      gather_ahead(*next, gathered_for(training ? training_ : evaluating_, phase));
       next->prefetched = true;
     }
   }
@@ -234,14 +263,14 @@ void Runtime::prefetch(const Unit& unit, Phase phase, const Schedule& schedule) 
   for (const auto& touch : schedule.upcoming(prefetch_)) {
     Unit* next = units_[touch.unit];
     if (next != nullptr && (touch.phase == Phase::kForward || next->policy.prefetch_in_backward)) {
-      gather_ahead(*next, &schedule == &training_);
+      gather_ahead(*next, gathered_for(schedule, touch.phase));
     }
   }
 }
 
-void Runtime::gather_ahead(Unit& unit, bool training) {
+void Runtime::gather_ahead(Unit& unit, GatheredFor whom) {
   unit.unshard();
-  unit.ahead = training ? GatheredFor::kTraining : GatheredFor::kEvaluation;
+  unit.ahead = whom;
 }
 
 } // namespace fsdp::engine

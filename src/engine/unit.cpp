@@ -336,12 +336,13 @@ void Unit::before_shard_read(const Param* param) {
   WithoutCallersLock no_callers_lock;
   InternalScope scope;
   auto lock = runtime_->lock();
-  if (held == 0) {
-    reshard();
-    return;
-  }
   for (auto& bucket : buckets_) {
-    bucket->write_back_alone(param);
+    if (held > 0) {
+      bucket->write_back_alone(param);
+    } else if (bucket->is_private()) { // it stays so: one rank may read alone
+      runtime_->shards_change();
+      bucket->write_back();
+    }
   }
 }
 

@@ -29,7 +29,7 @@ enum class UnitState : char {
 };
 
 /// For whose next touch a unit was gathered ahead of it.
-enum class GatheredFor : char { kNobody, kTraining, kEvaluation, kWhoeverComes };
+enum class GatheredFor : char { kNobody, kForward, kBackward, kEvaluation, kWhoeverComes };
 
 /// When a unit was used last: whoever asks for its release may have used it till now.
 enum class Left : char { kUnknown, kForAnother, kForItsBackward };

@@ -58,6 +58,9 @@ FSDPModule::FSDPModule(std::shared_ptr<Unit> unit) : unit_(std::move(unit)) {}
 UnshardHandle FSDPModule::unshard(bool async_op) {
   auto guard = unit_->runtime().lock();
   engine::InternalScope scope;
+  if (unit_->left_by_backward && unit_->held == 0) {
+    unit_->reshard();
+  }
   unit_->unshard();
   unit_->requested = true;
   unit_->ahead = engine::GatheredFor::kWhoeverComes;

@@ -126,8 +126,7 @@ bool is_first_rank(const Unit& unit) {
 } // namespace
 
 void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
-  unit->before_shard_read(); // what was written to handles reaches the shards now, whatever becomes of this guard's
-                             // writes
+  unit->before_shard_read(); // what an outer guard has written, too
   engine::InternalScope scope;
   auto guard = unit->runtime().lock();
   FSDP_CHECK(

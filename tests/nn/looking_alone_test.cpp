@@ -1,4 +1,4 @@
-// One rank alone reads parameters that are whole, where gathers need all ranks: none issues another collective for it.
+// One rank alone reads what it may read alone, where gathers need all ranks: none issues another collective for it.
 
 #include <functional>
 #include <mutex>
@@ -6,108 +6,154 @@
 
 #include "nn/parity.h"
 #include "nn/subjects.h"
+#include "nn/watched.h"
 
 namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
 
-nn::Sequential four_layers() {
+using Model = std::shared_ptr<StackImpl>; // its root has a parameter at both ends
+
+Model make_model() {
   static std::mutex mutex;
   const std::lock_guard lock(mutex);
   torch::manual_seed(5);
-  nn::Sequential layers;
-  for (int i = 0; i < 4; ++i) {
-    layers->push_back(nn::Linear(6, 6));
-  }
-  return layers;
+  return std::make_shared<StackImpl>(6);
 }
 
-void evaluate(nn::Sequential& model) {
+void evaluate(const Model& model) {
   const torch::NoGradGuard no_grad;
   model->forward(torch::ones({2, 6}));
 }
 
-FSDPModule unsharded(nn::Sequential& model, int layer) {
-  auto unit = as_fsdp(*model[layer]);
+FSDPModule unsharded(const Model& model, int layer) {
+  auto unit = as_fsdp(*model->layers[layer]);
   unit.unshard();
   return unit;
 }
 
-/// What all ranks do between two steps, and the first one's look.
-using Look = std::function<void()>;
-struct Between {
+/// The first rank's, at a layer.
+using Look = std::function<void(int layer)>;
+using What = std::function<void(const Model&, const Look&)>;
+const What kNothing = [](const Model&, const Look&) {};
+
+/// What all ranks do in a step, and when the first one looks.
+struct Program {
   const char* name;
-  int layer; ///< that is looked at
-  std::function<void(nn::Sequential&, const Look&)> happens;
+  What between_steps = kNothing;
+  What before_backward = kNothing;
+  What before_optimizer = kNothing;
+  bool first_layer_is_in_place = false; ///< where others are cast
 };
 
-const Between kBetween[] = {
-    {"AtWhatWasUnshardedForIt",
-     0,
-     [](nn::Sequential& model, const Look& look) {
-       auto unit = unsharded(model, 0);
-       look();
-       unit.reshard();
-     }},
-    {"AtWhatWasUnshardedForTheNextStep",
-     0,
-     [](nn::Sequential& model, const Look& look) {
-       unsharded(model, 0);
-       look();
-     }},
-    {"AtWhatWasUnshardedForTheMidstOfIt",
-     2,
-     [](nn::Sequential& model, const Look& look) {
-       unsharded(model, 2);
-       look();
-     }},
-    {"BetweenEvaluationsAtWhatWasUnsharded",
-     2,
-     [](nn::Sequential& model, const Look& look) {
-       unsharded(model, 2);
-       look();
-       evaluate(model);
-       look();
-       evaluate(model);
-     }},
-    {"AfterAnEvaluation",
-     3,
-     [](nn::Sequential& model, const Look& look) {
-       evaluate(model);
-       look();
-     }},
-    {"BetweenEvaluations", 3, [](nn::Sequential& model, const Look& look) {
-       evaluate(model);
-       look();
-       evaluate(model);
-       evaluate(model);
-     }}};
+const Program kPrograms[] = {
+    {.name = "AtWhatWasUnshardedForIt",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           auto unit = unsharded(model, 0);
+           look(0);
+           unit.reshard();
+         }},
+    {.name = "AtWhatWasUnshardedForTheNextStep",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           unsharded(model, 0);
+           look(0);
+         }},
+    {.name = "AtWhatWasUnshardedForTheMidstOfIt",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           unsharded(model, 2);
+           look(2);
+         }},
+    {.name = "BetweenEvaluationsAtWhatWasUnsharded",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           unsharded(model, 2);
+           look(2);
+           evaluate(model);
+           look(2);
+           evaluate(model);
+         }},
+    {.name = "AfterAnEvaluation",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           evaluate(model);
+           look(3);
+         }},
+    {.name = "BetweenEvaluations",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           evaluate(model);
+           look(3);
+           evaluate(model);
+           evaluate(model);
+         }},
+    {.name = "BeforeTheOptimizerAtWhatWasUnshardedForIt",
+     .between_steps = [](const Model& model, const Look&) { evaluate(model); },
+     .before_optimizer =
+         [](const Model& model, const Look& look) {
+           auto unit = unsharded(model, 1);
+           look(1);
+           unit.reshard();
+         }},
+    {.name = "BetweenForwardAndBackward",
+     .before_backward =
+         [](const Model&, const Look& look) {
+           look(3);
+           look(2);
+         }},
+    {.name = "AtAShardAfterAWriteThroughItsMember",
+     .between_steps =
+         [](const Model& model, const Look&) {
+           const torch::NoGradGuard no_grad;
+           model->layers[0]->weight.clamp_(-0.25, 0.25);
+           if (rank() == 0) {
+             model->layers[0]->parameters()[0].norm();
+           }
+         }},
+    {.name = "AtAUnitThatIsReadInPlace",
+     .between_steps =
+         [](const Model& model, const Look& look) {
+           look(0);
+           evaluate(model);
+           look(0);
+         },
+     .before_backward = [](const Model&, const Look& look) { look(0); },
+     .before_optimizer = [](const Model&, const Look& look) { look(0); },
+     .first_layer_is_in_place = true}};
 
 enum class Kind { kNone, kRecorded, kUnrecorded };
 
-std::vector<at::Tensor> train(const Between& between, const FullyShardOptions& options, Kind kind) {
-  nn::Sequential model = four_layers();
-  for (const auto& layer : *model) {
-    fully_shard(*layer.ptr(), options);
+std::vector<at::Tensor> train(const Program& program, const FullyShardOptions& options, Kind kind) {
+  const Model model = make_model();
+  for (size_t i = 0; i < model->layers.size(); ++i) {
+    FullyShardOptions own = options;
+    if (i == 0 && program.first_layer_is_in_place) {
+      own.mp_policy = {};
+    }
+    fully_shard(*model->layers[i], own);
   }
   fully_shard(*model, options);
-  const Look look = [&] {
+  const Look look = [&](int layer) {
     const c10::AutoGradMode records(kind == Kind::kRecorded);
     if (kind != Kind::kNone && rank() == 0) {
-      model[between.layer]->as<nn::Linear>()->weight.norm();
+      model->layers[layer]->weight.norm();
     }
   };
   torch::optim::SGD optimizer(model->parameters(), 0.125);
   std::vector<at::Tensor> seen;
-  between.happens(model, look);
+  program.between_steps(model, look);
   for (int step = 0; step < 4; ++step) {
     optimizer.zero_grad();
-    const auto loss = model->forward(subjects::data(rank(), step, {4, 6})).pow(2).mean();
+    const auto loss = model->forward(subjects::data(rank(), step, {4, 6}));
     seen.push_back(loss.detach());
+    program.before_backward(model, look);
     loss.backward();
+    program.before_optimizer(model, look);
     optimizer.step();
-    between.happens(model, look);
+    program.between_steps(model, look);
   }
   for (const auto& shard : model->parameters()) {
     seen.push_back(sharded(shard).full_tensor());
@@ -115,10 +161,10 @@ std::vector<at::Tensor> train(const Between& between, const FullyShardOptions& o
   return seen;
 }
 
-void expect_no_difference(const Between& between, const FullyShardOptions& options) {
-  const auto expected = train(between, options, Kind::kNone);
+void expect_no_difference(const Program& program, const FullyShardOptions& options) {
+  const auto expected = train(program, options, Kind::kNone);
   for (const Kind kind : {Kind::kRecorded, Kind::kUnrecorded}) {
-    const auto actual = train(between, options, kind);
+    const auto actual = train(program, options, kind);
     for (size_t i = 0; i < expected.size(); ++i) {
       EXPECT_TRUE(torch::equal(actual[i], expected[i]))
           << "rank " << rank() << ", value " << i << (kind == Kind::kRecorded ? ", recorded" : "");
@@ -126,18 +172,21 @@ void expect_no_difference(const Between& between, const FullyShardOptions& optio
   }
 }
 
-class LookingAlone : public ::testing::TestWithParam<Between> {};
-INSTANTIATE_TEST_SUITE_P(Between, LookingAlone, ::testing::ValuesIn(kBetween), [](const auto& info) {
+class LookingAlone : public ::testing::TestWithParam<Program> {};
+INSTANTIATE_TEST_SUITE_P(Programs, LookingAlone, ::testing::ValuesIn(kPrograms), [](const auto& info) {
   return info.param.name;
 });
 
+const FullyShardOptions kCasts{.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}};
+
 TEST_P(LookingAlone, WhereGathersCast) {
-  on_threads(2, [] {
-    expect_no_difference(GetParam(), {.mp_policy = {.param_dtype = torch::kBFloat16, .reduce_dtype = torch::kFloat}});
-  });
+  on_threads(2, [] { expect_no_difference(GetParam(), kCasts); });
 }
 
 TEST_P(LookingAlone, OverGloo) {
+  if (GetParam().first_layer_is_in_place) {
+    GTEST_SKIP() << "over Gloo a gather is a collective";
+  }
   on_processes(2, [] {
     init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
     expect_no_difference(GetParam(), {});
@@ -146,6 +195,9 @@ TEST_P(LookingAlone, OverGloo) {
 }
 
 TEST_P(LookingAlone, WhereSomeKeepShares) {
+  if (GetParam().first_layer_is_in_place) {
+    GTEST_SKIP() << "over Gloo a gather is a collective";
+  }
   on_processes(4, [] {
     init({.backend = "gloo", .device = "cpu", .timeout = std::chrono::seconds(30)});
     expect_no_difference(GetParam(), {.reshard_after_forward = 2});

@@ -103,3 +103,41 @@ def test_in_backward_at_a_unit_that_has_a_prefetch_list():
     model[3].weight.register_hook(lambda _: look_at(model[2]))
     for step in range(3):
         loss_of(model, mine(rows(step, WIDTH))).backward()
+
+
+@on_ranks(2)
+def test_between_forward_and_backward():
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for step in range(4):
+        loss = loss_of(model, mine(rows(step, WIDTH)))
+        look_at(model[3])
+        look_at(model[2])
+        loss.backward()
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_at_what_an_evaluation_that_ended_early_has_gathered_ahead():
+    model = sharded()
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(2, WIDTH))
+        model[1](model[0](torch.ones(2, WIDTH)))
+        look_at(model[2])
+        model(torch.ones(2, WIDTH))
+
+
+@on_ranks(2)
+def test_at_a_shard_after_a_write_through_its_module():
+    model = sharded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    for step in range(3):
+        with torch.no_grad():
+            model[0].weight.clamp_(-0.25, 0.25)
+            if dist.get_rank() == 0:
+                next(model.parameters()).to_local().norm().item()
+            if step % 2:
+                model(torch.ones(2, WIDTH))
+        loss_of(model, mine(rows(step, WIDTH))).backward()
+        optimizer.step()

@@ -110,11 +110,9 @@ class GatheredPieces final : public Gathered {
     Core& core = *home_->core;
     core.members->begin(label_);
     core.collectives.release_kept();
-    if (home_->layout.any_in_place) {
-      core.phases.publish_writes();
-      if (home_->was_gathered) { // else all ranks have met since, and go on together
-        look_ = core.unseen_writes.before_gather();
-      }
+    core.phases.publish_writes(); // also where all is cast: others may wait to read another home in place
+    if (home_->layout.any_in_place && home_->was_gathered) { // else all ranks have met since, and go on together
+      look_ = core.unseen_writes.before_gather();
     }
     if (home_->layout.any_cast) {
       cast();
