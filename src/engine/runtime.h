@@ -187,6 +187,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void note_seen_write() {
     writes_are_seen_ = writes_are_seen_ || unseen_writes_;
   }
+  /// What follows on the groups that it reads in place is in the write phase of the write that was seen.
+  void end_unseen_writes();
   bool trains_something() const;
   /// After it the optimizer of this root's units has written.
   void set_post_optim_event(const Unit& root, std::shared_ptr<c10::Event> event);
@@ -254,7 +256,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void open_for_unseen_writes();
   /// Of units that others read in place.
   void begin_unseen_writes(const std::vector<Unit*>& units);
-  void end_unseen_writes();
   void check_not_broken(const char* operation) const;
   void look_at_forward_graph();
   void reduce(Unit& unit);

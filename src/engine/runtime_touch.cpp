@@ -25,9 +25,9 @@ bool Runtime::trains(Phase phase) {
 // [Note: looking alone] Over most groups a gather needs all ranks, so nothing that one rank may do alone can decide
 // whether a unit is gathered. What is whole may be read by one rank alone; hence such a touch teaches the schedule
 // nothing, fetches nothing and releases nothing. The first touch of what was gathered ahead is another matter: it is
-// that for which it was gathered. Not so of what the program has unsharded, for whatever it likes; of what backward
-// will read, in a forward; or of anything outside of all calls, where the program tells of these. Nor in the hooks on a
-// parameter's gradient, which run as what adds it up, and that reads no parameter.
+// that for which it was gathered. Not so, in a forward, of what the program has unsharded, for whatever it likes, or of
+// what backward will read; nor, where the program tells of calls, outside of these, of what an evaluation has left. Nor
+// in the hooks on a parameter's gradient, which run as what adds it up, and that reads no parameter.
 bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
   if (unit.state() == UnitState::kSharded) {
     return false;
@@ -36,9 +36,10 @@ bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
     if (!any_gathers_together_) {
       return !training && unit.ahead == GatheredFor::kWhoeverComes;
     }
-    const bool outside_of_calls = expects_calls_ && running_calls == 0;
-    return outside_of_calls || unit.ahead == GatheredFor::kBackward ||
-           (unit.ahead == GatheredFor::kWhoeverComes && !(training && expects_calls_));
+    const bool in_call = expects_calls_ && running_calls > 0;
+    return unit.ahead == GatheredFor::kBackward ||
+           (unit.ahead == GatheredFor::kEvaluation && expects_calls_ && !in_call) ||
+           (unit.ahead == GatheredFor::kWhoeverComes && !(training && in_call));
   }
   const auto node = torch::autograd::get_current_node();
   return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;

@@ -323,9 +323,13 @@ void Unit::before_shard_write(Param& param) {
     reshard();
   }
   runtime_->shards_change();
-  runtime_->note_seen_write();
   param.bucket().values_change(param);
   param.bucket().begin_write();
+  runtime_->note_seen_write();
+  if (param.bucket().reads_in_place()) { // then it has begun a write phase, which holds for what nobody sees, too
+    const auto lock = runtime_->lock();
+    runtime_->end_unseen_writes();
+  }
 }
 
 void Unit::before_shard_read(const Param* param) {
