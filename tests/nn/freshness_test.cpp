@@ -279,6 +279,31 @@ TEST_P(Freshness, AllRanksGatherBetweenBackwardAndTheWrites) {
   });
 }
 
+// The other's optimizer was seen. So the time that the first backward opens is over at the second's first gradient, and
+// the rank that has nothing to write need not wait for gathers that the other, which reduces already, does not make.
+TEST(FreshnessOfReplicas, TwoBackwardsBesideAnotherModelThatWasTrained) {
+  on_threads(2, [] {
+    nn::Sequential other = stack_of(1), model = stack_of(1);
+    nn::Linear head(nn::LinearOptions(6, 1).bias(false)); // all of it is the first rank's
+    model->push_back(head);
+    model[0]->as<nn::Linear>()->weight.set_requires_grad(false);
+    model[0]->as<nn::Linear>()->bias.set_requires_grad(false);
+    fully_shard(*other);
+    fully_shard(*model[0]);
+    fully_shard(*model).set_separate_reduce_scatter_group(true);
+    torch::optim::SGD optimizer(other->parameters(), 0.125), trains(head->parameters(), 0.125);
+    for (int step = 0; step < 3; ++step) {
+      other->forward(torch::ones({2, 6})).sum().backward();
+      optimizer.step();
+      for (int backward = 0; backward < 2; ++backward) {
+        const auto x = torch::ones({2, 6});
+        head->forward(rank() == 1 ? model[0]->as<nn::Linear>()->forward(x) : x).sum().backward();
+      }
+      trains.step();
+    }
+  });
+}
+
 // Of what it left unseen nobody is left to say that it is over; some ranks have no slice of the first weight.
 TEST(FreshnessOfReplicas, ModelsAreShardedAfterOneThatNeverStepped) {
   for (const char* backend : {"", "shm"}) {
