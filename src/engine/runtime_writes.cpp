@@ -49,7 +49,8 @@ void Runtime::wait_for_writes(const Stream& stream) {
   for (const auto& [root, event] : events) {
     event->block(stream);
   }
-  if (any_unit([&events](const Unit& unit) { return unit.parent() == nullptr && events.count(&unit) == 0; })) {
+  const auto has_none = [&events](const Unit& unit) { return unit.parent() == nullptr && events.count(&unit) == 0; };
+  if (events.empty() || any_unit(has_none)) {
     wait_stream(stream, current_stream(device_));
   }
 }
