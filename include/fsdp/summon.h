@@ -17,7 +17,7 @@ struct SummonOptions {
 
 /// While it lives, `module.parameters()` are whole, plain tensors, which may be read and written.
 /// Collective, at its construction and at its end. Not in a backward. Between a forward and its backward for reading:
-/// what is written then is a write to what the graph has saved.
+/// what is written then is a write to what the graph has saved. It may outlive the module if shared pointers own that.
 class FSDP_API SummonedParams {
  public:
   struct Impl;

@@ -1,6 +1,7 @@
 """``python -m libfsdp info`` and ``python -m libfsdp --cmake-dir``."""
 
 import argparse
+import errno
 import os
 import pathlib
 import subprocess
@@ -35,12 +36,23 @@ def _open_in_a_child(path: str) -> None:
         raise OSError((child.stderr.strip().splitlines() or ["a child process failed"])[-1])
 
 
+def _memory_file() -> int:
+    """Which cannot be executed, as some systems want it (vm.memfd_noexec); older ones do not know the word."""
+    noexec_seal = 8
+    try:
+        return os.memfd_create("fsdp-probe", os.MFD_CLOEXEC | noexec_seal)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create("fsdp-probe")
+
+
 def shared_memory() -> str:
     """Whether another process may map memory of this one, which is what the shared-memory group needs."""
     if os.environ.get("FSDP_SHM", "") in ("0", "false", "off", "no"):
         return "turned off by FSDP_SHM"
     try:
-        descriptor = os.memfd_create("fsdp-probe")
+        descriptor = _memory_file()
         try:
             _open_in_a_child(f"/proc/{os.getpid()}/fd/{descriptor}")
         finally:

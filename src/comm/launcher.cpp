@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <limits>
+#include <vector>
 
 #include <unistd.h>
 
@@ -48,6 +49,9 @@ bool is_set(const char* name) {
 bool started_by(const Names& names) {
   if (&names != &kSlurm) {
     return is_set(names.rank) || is_set(names.size);
+  }
+  if (is_set(kPmi.rank) && is_set(kPmi.local_rank)) {
+    return false; // srun started mpiexec's proxies, one a host, and these the ranks
   }
   const auto step = env::integer("SLURM_STEP_ID");
   return is_set(names.rank) && is_set(names.size) && (!step || *step < kFirstSpecialStep);
@@ -111,9 +115,20 @@ std::optional<std::string> job_id(const Names& names) {
   return std::nullopt;
 }
 
-/// The same on this host, where the launcher's process is the parent of all ranks.
-std::string job_on_this_host() {
-  return phrase("{}.{}.{}", getuid(), getppid(), process_start(getppid()).value_or(0));
+/// The same on this host, where one process has started all ranks.
+std::string job_started_by(int32_t process) {
+  return phrase("{}.{}.{}", getuid(), process, process_start(process).value_or(0));
+}
+
+/// The launcher's process on this host, though a script of the user's may stand between.
+std::optional<int32_t> starter(const Names& names) {
+  std::vector<std::string> given;
+  for (const char* name : {names.rank, names.size, names.local_rank}) {
+    if (const auto value = env::string(name)) {
+      given.push_back(phrase("{}={}", name, *value));
+    }
+  }
+  return giver_of(given);
 }
 
 uint16_t port_of(const std::string& job) {
@@ -169,8 +184,13 @@ std::string job_of(const Names& names, int size) {
   if (const auto id = env::string("FSDP_JOB_ID")) {
     return *id;
   }
-  const bool has_parent = &names != &kTorchrun && on_one_host(names, size);
-  return job_id(names).value_or(has_parent ? job_on_this_host() : "");
+  const bool has_one_starter = &names != &kTorchrun && on_one_host(names, size);
+  if (has_one_starter && &names == &kPmi) { // which gives no id, and a job of Slurm may start it many times
+    if (const auto process = starter(names)) {
+      return job_started_by(*process);
+    }
+  }
+  return job_id(names).value_or(has_one_starter ? job_started_by(getppid()) : "");
 }
 
 Launch read_job(const Names& names) {

@@ -1,10 +1,12 @@
 #include "comm/process.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <set>
 #include <sstream>
 #include <utility>
 
@@ -19,33 +21,36 @@ namespace {
 struct Status {
   bool known = true; ///< false: /proc says nothing
   std::optional<uint64_t> start; ///< unset: has ended
+  int32_t parent = 0; ///< 0: none that can be seen
 };
 
-std::string path_of(int32_t pid) {
-  return "/proc/" + std::to_string(pid) + "/stat";
+std::string path_of(int32_t pid, const char* file) {
+  return "/proc/" + std::to_string(pid) + "/" + file;
 }
 
 // The fields of /proc/<pid>/stat from the third on: the second, the program's name, may hold blanks and brackets.
 Status status_in(const std::string& line) {
-  constexpr int kFieldsBetween = 18; // the state is field 3, the start time field 22
+  constexpr int kFieldsBetween = 17; // the parent is field 4, the start time field 22
   const size_t bracket = line.rfind(')');
   std::istringstream fields(bracket == std::string::npos ? "" : line.substr(bracket + 1));
   char state = 'X';
   if (!(fields >> state) || state == 'X' || state == 'Z') {
     return {};
   }
+  int32_t parent = 0;
+  fields >> parent;
   std::string skipped;
   for (int i = 0; i < kFieldsBetween; ++i) {
     fields >> skipped;
   }
   uint64_t start = 0;
   fields >> start;
-  return {.known = static_cast<bool>(fields), .start = start};
+  return {.known = static_cast<bool>(fields), .start = start, .parent = parent};
 }
 
 Status status_of(int32_t pid) {
   errno = 0;
-  std::ifstream file(path_of(pid));
+  std::ifstream file(path_of(pid, "stat"));
   if (!file) {
     const bool is_gone = errno == ENOENT && access("/proc/self/stat", F_OK) == 0;
     return {.known = is_gone, .start = std::nullopt}; // else no file can be opened here
@@ -53,6 +58,16 @@ Status status_of(int32_t pid) {
   std::string line;
   std::getline(file, line);
   return status_in(line);
+}
+
+/// Nothing where they cannot be read.
+std::set<std::string> environment_of(int32_t pid) {
+  std::ifstream file(path_of(pid, "environ"));
+  std::set<std::string> assignments;
+  for (std::string one; std::getline(file, one, '\0');) {
+    assignments.insert(one);
+  }
+  return assignments;
 }
 
 } // namespace
@@ -64,6 +79,19 @@ std::optional<uint64_t> process_start(int32_t pid) {
 bool has_ended(int32_t pid, uint64_t started) {
   const Status status = status_of(pid);
   return status.known && status.start != std::optional(started);
+}
+
+std::optional<int32_t> giver_of(const std::vector<std::string>& assignments) {
+  for (int32_t process = getppid(); process > 0; process = status_of(process).parent) {
+    const auto given = environment_of(process);
+    if (given.empty()) {
+      return std::nullopt;
+    }
+    if (!std::all_of(assignments.begin(), assignments.end(), [&](const auto& one) { return given.count(one) > 0; })) {
+      return process;
+    }
+  }
+  return std::nullopt;
 }
 
 std::shared_ptr<const WatchedProcess> WatchedProcess::of(int32_t pid, uint64_t started) {

@@ -114,12 +114,14 @@ std::vector<int> dead_rank(Store& store, int64_t number) {
   return died ? std::vector<int>{rank} : std::vector<int>{};
 }
 
-/// Each watches the one before it, the first the last. Who finds a death looks at all. Who has come may end.
-std::string deaths(Store& store, int64_t mine, const std::string& what) {
+/// Of the rank that each watches: the one before it, the first the last.
+bool neighbour_died(Store& store, int64_t mine) {
   const int64_t watched = mine > 0 ? mine - 1 : store.add(witnesses(), 0) - 1;
-  if (watched == mine || dead_rank(store, watched).empty()) {
-    return "";
-  }
+  return watched != mine && !dead_rank(store, watched).empty();
+}
+
+/// Who has come may end.
+std::string deaths(Store& store, const std::string& what) {
   std::set<int> dead;
   for (int64_t number = store.add(witnesses(), 0) - 1; number >= 0; --number) {
     const auto rank = dead_rank(store, number);
@@ -153,8 +155,9 @@ void tell_why(const Launch& launch, const StorePtr& store, const std::string& re
 }
 
 /// Why the ranks will not meet, if that is known already. Who gives up says why before it ends: asked for last.
-std::string failure(Store& store, int64_t witness, const std::string& what) {
-  const auto died = deaths(store, witness, what);
+/// `watches_all`: else one other rank, and all once that has died.
+std::string failure(Store& store, int64_t witness, const std::string& what, bool watches_all) {
+  const auto died = watches_all || neighbour_died(store, witness) ? deaths(store, what) : "";
   return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : died;
 }
 
@@ -216,8 +219,9 @@ void Rendezvous::come_to(const Round& round) {
 void Rendezvous::await_all(const Round& round) {
   const auto end = Clock::now() + limit();
   while (!all_came(round, std::min(kSlice, limit()))) {
-    const auto failed = ask<std::string>(
-        [store = store_, witness = witness_, what = round.key] { return failure(*store, witness, what); });
+    const auto failed = ask<std::string>([store = store_, witness = witness_, what = round.key, all = round.one_waits] {
+      return failure(*store, witness, what, all);
+    });
     if (!failed.empty() && !all_came(round, kAtOnce)) {
       fail(failed);
     }
@@ -297,7 +301,7 @@ std::vector<std::string> Rendezvous::exchange(const std::string& mine) {
 }
 
 void Rendezvous::conclude() {
-  const Round round{.key = "known", .done = "joined"};
+  const Round round{.key = "known", .done = "joined", .one_waits = true};
   come_to(round);
   if (serves_rendezvous(launch_)) {
     await_all(round);

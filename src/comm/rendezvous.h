@@ -45,6 +45,7 @@ class Rendezvous {
   struct Round {
     std::string key;
     std::string done; ///< for errors: "rank 1 has not ..."
+    bool one_waits = false; ///< so it watches all others
   };
 
   std::chrono::milliseconds limit() const;

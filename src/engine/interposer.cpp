@@ -1,5 +1,6 @@
 // Sees every operator that is given a handle, a shard or a view of one, before it runs.
 
+#include <exception>
 #include <memory>
 #include <optional>
 #include <type_traits>
@@ -139,9 +140,28 @@ void see_shard(Param& param, bool written, Call& call) {
   }
 }
 
+// What a collective writes to handles reaches the shards when these are read, perhaps by one rank alone. It is a write
+// of all ranks, so all begin it here.
+void begin_writes(const Call& call) {
+  WithoutCallersLock no_callers_lock;
+  for (const auto& [unit, param] : call.written) {
+    auto lock = unit->runtime().lock();
+    InternalScope scope;
+    if (unit->summoned == 0) { // else a guard's end does
+      unit->runtime().shards_change();
+      param->bucket().begin_write();
+    }
+  }
+}
+
 // What an operator has written to handles reaches the shards at once: whoever looks at their memory finds it there.
+// What fails for one does not keep the others from it.
 void keep_writes(Call& call) {
-  if (call.written.empty() || call.traits.writes_later) {
+  if (call.written.empty()) {
+    return;
+  }
+  if (call.traits.writes_later) {
+    begin_writes(call);
     return;
   }
   const auto written = std::exchange(call.written, {});
@@ -149,12 +169,20 @@ void keep_writes(Call& call) {
     --each.unit->held;
   }
   WithoutCallersLock no_callers_lock;
+  std::exception_ptr failure;
   for (const auto& [unit, param] : written) {
     auto lock = unit->runtime().lock();
     InternalScope scope;
-    if (unit->held == 0) { // else a guard decides what becomes of it
-      unit->write_back(*param);
+    try {
+      if (unit->held == 0) { // else a guard decides what becomes of it
+        unit->write_back(*param);
+      }
+    } catch (...) {
+      failure = failure ? failure : std::current_exception();
     }
+  }
+  if (failure) {
+    std::rethrow_exception(failure);
   }
 }
 

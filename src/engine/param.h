@@ -206,6 +206,7 @@ class alignas(64) Param {
   void end_storages();
   void end_watching();
   void end_stand_in();
+  void require_grad_of_shard(bool required);
   void agree_on_requires_grad();
   void add_gradient(at::Tensor arrived);
   void install_gradient_hooks(const at::Tensor& handle);

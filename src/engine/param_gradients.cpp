@@ -104,15 +104,19 @@ void Param::give_shard_gradient(at::Tensor gradient) {
   shown_ ? shown_->give_gradient(std::move(gradient)) : give_gradient_to(shard_, std::move(gradient));
 }
 
+void Param::require_grad_of_shard(bool required) {
+  shown_ ? shown_->set_requires_grad(required) : (void)shard_.set_requires_grad(required);
+}
+
 void Param::train(bool wanted) {
-  shown_ ? shown_->set_requires_grad(wanted) : (void)shard_.set_requires_grad(wanted);
+  require_grad_of_shard(wanted);
   follow_requires_grad();
 }
 
 void Param::agree_on_requires_grad() {
   const at::Tensor handle = present_handle();
   if (const bool wish = handle.requires_grad(); wish != requires_grad_) {
-    shown_ ? shown_->set_requires_grad(wish) : (void)shard_.set_requires_grad(wish);
+    require_grad_of_shard(wish);
   }
   const bool wanted = trainable();
   if (handle.is_leaf() && handle.requires_grad() != wanted) {

@@ -187,8 +187,8 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void note_seen_write() {
     writes_are_seen_ = writes_are_seen_ || unseen_writes_;
   }
-  /// What follows on the groups that it reads in place is in the write phase of the write that was seen.
-  void end_unseen_writes();
+  /// What follows on a group that shards are read in is in the write phase of the write that was seen.
+  void end_unseen_writes(const std::shared_ptr<Group>& group);
   bool trains_something() const;
   /// After it the optimizer of this root's units has written.
   void set_post_optim_event(const Unit& root, std::shared_ptr<c10::Event> event);
@@ -224,6 +224,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     uint64_t until = 0; // a node's number
     uint64_t thread = 0; // which counts them
   };
+  struct Found;
   struct Backward {
     bool runs = false; // and its end is queued
     int graph = -1;
@@ -240,7 +241,19 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool takes_note(const Unit& unit, bool training) const;
   bool leads_here(const BackwardGraph& graph) const;
   bool is_of_others(const BackwardGraph& graph) const;
+  /// Whether it is known that a module is being called; to train, though custom functions do not record what they read.
+  bool in_call() const {
+    return expects_calls_ && running_calls > 0;
+  }
+  bool in_training_call() const {
+    return root_trains_ && in_call();
+  }
+  Schedule& schedule_of(bool training) {
+    return training ? training_ : evaluating_;
+  }
   bool is_look(const Unit& unit, Phase phase, bool training) const;
+  void look_at(Unit& unit, bool training);
+  void use(Unit& unit, Phase phase, bool training, Found& found);
   bool is_first_touch(const Unit& unit, bool training) const;
   bool is_by_all(const TouchedUnits& units) const;
   void renew_in_place(const TouchedUnits& units, bool training);
@@ -254,6 +267,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   static void gather_ahead(Unit& unit, GatheredFor whom);
   void wait_for_writes(const Stream& stream);
   void open_for_unseen_writes();
+  void end_unseen_writes();
   /// Of units that others read in place.
   void begin_unseen_writes(const std::vector<Unit*>& units);
   void check_not_broken(const char* operation) const;
@@ -286,6 +300,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool writes_are_seen_ = false; // an optimizer has written by operators then, and is expected to go on so
   bool awaits_step_ = false; // since then
   bool calls_are_noted_ = false; // the program says when a step begins
+  bool root_trains_ = false; // it is being called so
   std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   std::map<Group*, std::vector<const void*>> changes_; // some places in shards that an optimizer changes by these

@@ -36,10 +36,9 @@ bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
     if (!any_gathers_together_) {
       return !training && unit.ahead == GatheredFor::kWhoeverComes;
     }
-    const bool in_call = expects_calls_ && running_calls > 0;
     return unit.ahead == GatheredFor::kBackward ||
-           (unit.ahead == GatheredFor::kEvaluation && expects_calls_ && !in_call) ||
-           (unit.ahead == GatheredFor::kWhoeverComes && !(training && in_call));
+           (unit.ahead == GatheredFor::kEvaluation && expects_calls_ && !in_call()) ||
+           (unit.ahead == GatheredFor::kWhoeverComes && !(training && in_call()));
   }
   const auto node = torch::autograd::get_current_node();
   return node == nullptr || dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get()) != nullptr;
@@ -76,7 +75,7 @@ bool Runtime::is_of_others(const BackwardGraph& graph) const {
 }
 
 void Runtime::note_call() {
-  calls_are_noted_ = true;
+  calls_are_noted_ = root_trains_ = true;
   const BackwardGraph graph = BackwardGraph::current();
   if (graph.id() < 0) {
     recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
@@ -89,6 +88,7 @@ void Runtime::note_call() {
 }
 
 void Runtime::call_ends() {
+  root_trains_ = false;
   if (torch::autograd::get_current_graph_task_id() < 0) {
     recorded_ = {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
   }
@@ -125,6 +125,47 @@ bool Runtime::is_by_all(const TouchedUnits& units) const {
   });
 }
 
+/// What a touch finds of the units that are used in it.
+struct Runtime::Found {
+  TouchedUnits due; // those before which others are fetched that the program has named
+  const Unit* noted = nullptr; // the last one of which the schedule takes note
+  bool any_first = false; // touches, of a forward or of a backward
+  bool any_by_all = false; // of them, of units that are gathered with the other ranks
+};
+
+void Runtime::look_at(Unit& unit, bool training) {
+  const bool is_used = !any_gathers_together_ || in_call();
+  if (!training && !in_training_call() && is_used && unit.ahead == GatheredFor::kWhoeverComes) {
+    unit.requested = false;
+    unit.ahead = GatheredFor::kNobody;
+  }
+}
+
+void Runtime::use(Unit& unit, Phase phase, bool training, Found& found) {
+  const bool first = is_first_touch(unit, training);
+  const bool ranks_may_differ = any_gathers_together_ && !unit.gathers_together();
+  const bool due = phase == Phase::kBackward ? !std::exchange(unit.used_in_backward, true) : first;
+  if (due && !ranks_may_differ) {
+    found.due.push_back(&unit);
+  }
+  if (!first) {
+    return;
+  }
+  found.any_first = true;
+  unit.gathered_in_backward |= phase == Phase::kBackward;
+  unit.requested = unit.prefetched = false;
+  unit.ahead = GatheredFor::kNobody;
+  if (ranks_may_differ) {
+    return;
+  }
+  found.any_by_all = true;
+  last_ = &unit;
+  if (takes_note(unit, training)) {
+    schedule_of(training).touched({unit.number(), phase});
+    found.noted = &unit;
+  }
+}
+
 void Runtime::touch(const TouchedUnits& units) {
   auto guard = lock();
   if (phase() == Phase::kBackward && is_of_others(BackwardGraph::current())) {
@@ -136,7 +177,6 @@ void Runtime::touch(const TouchedUnits& units) {
     step_.is_read = true;
     recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
   }
-  Schedule& schedule = training ? training_ : evaluating_;
   InternalScope scope;
   follow_profiler();
   const tracing::Span span(phase == Phase::kForward ? "touch" : "touch in backward", units[0]->display_name());
@@ -148,50 +188,22 @@ void Runtime::touch(const TouchedUnits& units) {
     begin_step(/*certainly=*/false);
   }
   const Unit* before = last_;
-  const Unit* noted = nullptr;
-  TouchedUnits fetching; // those whose list is due
-  bool any_first = false, by_all = false;
+  Found found;
   for (Unit* unit : units) {
-    if (is_look(*unit, phase, training)) {
-      const bool is_used = !any_gathers_together_ || (expects_calls_ && running_calls > 0);
-      if (!training && !step_.has_forward && is_used && unit->ahead == GatheredFor::kWhoeverComes) {
-        unit->requested = false;
-        unit->ahead = GatheredFor::kNobody;
-      }
-      continue;
-    }
-    const bool first = is_first_touch(*unit, training);
-    if (phase == Phase::kBackward ? !std::exchange(unit->used_in_backward, true) : first) {
-      fetching.push_back(unit);
-    }
-    if (!first) {
-      continue;
-    }
-    any_first = true;
-    unit->gathered_in_backward |= phase == Phase::kBackward;
-    unit->requested = unit->prefetched = false;
-    unit->ahead = GatheredFor::kNobody;
-    if (any_gathers_together_ && !unit->gathers_together()) {
-      continue; // ranks may differ in it
-    }
-    by_all = true;
-    last_ = unit;
-    if (takes_note(*unit, training)) {
-      schedule.touched({unit->number(), phase});
-      noted = unit;
-    }
+    is_look(*unit, phase, training) ? look_at(*unit, training) : use(*unit, phase, training, found);
   }
-  if (any_first) {
-    release_left_behind(units, phase, schedule, before, by_all);
+  if (found.any_first) {
+    release_left_behind(units, phase, schedule_of(training), before, found.any_by_all);
   }
   for (Unit* unit : units) {
     unit->unshard();
   }
-  for (const Unit* unit : fetching) {
+  for (const Unit* unit : found.due) {
     prefetch_listed(*unit, phase, training);
   }
+  const Unit* noted = found.noted;
   if (noted != nullptr && (phase == Phase::kForward || noted->policy.next_in_backward == NextInBackward::kWhenUsed)) {
-    prefetch(*noted, phase, schedule);
+    prefetch(*noted, phase, schedule_of(training));
   }
   for (Unit* unit : units) {
     unit->unshard(); // again, if a prefetched unit's shards had to move, for which all readers let go
@@ -223,7 +235,7 @@ void Runtime::release_left_behind(
     const bool trains = &schedule == &training_;
     const bool expected = schedule.known() ? touch != next.end() : unit == before; // in turns, units must not thrash
     if (!expected || unit->is_private()) {
-      const bool in_training = trains || (expects_calls_ && step_.has_forward); // custom functions, too
+      const bool in_training = trains || in_training_call();
       unit->reshard(in_training && phase == Phase::kForward ? Left::kForItsBackward : Left::kForAnother);
     } else if (schedule.known()) {
       unit->ahead = gathered_for(schedule, touch->phase);
@@ -251,7 +263,7 @@ static const std::vector<std::weak_ptr<Unit>>& list_of(const Unit& unit, Phase p
 void Runtime::prefetch_listed(const Unit& unit, Phase phase, bool training) {
   for (const auto& weak : list_of(unit, phase)) {
     if (auto next = weak.lock(); next && next->state() == UnitState::kSharded) {
-      gather_ahead(*next, gathered_for(training ? training_ : evaluating_, phase));
+      gather_ahead(*next, gathered_for(schedule_of(training), phase));
       next->prefetched = true;
     }
   }

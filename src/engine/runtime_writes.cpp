@@ -167,6 +167,14 @@ void Runtime::end_unseen_writes() {
   }
 }
 
+void Runtime::end_unseen_writes(const std::shared_ptr<Group>& group) {
+  const auto open = std::find(written_unseen_.begin(), written_unseen_.end(), group);
+  if (open != written_unseen_.end()) {
+    written_unseen_.erase(open);
+    group_users::end_unseen_writes(*group);
+  }
+}
+
 void Runtime::expect_unseen_writes() {
   auto guard = lock();
   InternalScope scope;

@@ -328,7 +328,7 @@ void Unit::before_shard_write(Param& param) {
   runtime_->note_seen_write();
   if (param.bucket().reads_in_place()) { // then it has begun a write phase, which holds for what nobody sees, too
     const auto lock = runtime_->lock();
-    runtime_->end_unseen_writes();
+    runtime_->end_unseen_writes(param.bucket().gather_group);
   }
 }
 

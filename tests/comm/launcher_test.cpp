@@ -1,6 +1,7 @@
 #include "comm/launcher.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "support/error_message.h"
 #include "support/scoped_environment.h"
@@ -22,6 +23,8 @@ std::string error_with(const Variables& variables) {
 
 const Variables kTorchrun{
     {"RANK", "3"}, {"WORLD_SIZE", "4"}, {"LOCAL_RANK", "1"}, {"MASTER_ADDR", "node1"}, {"MASTER_PORT", "29400"}};
+
+const Variables kMpiexec{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}};
 
 Variables torchrun_with(const Variables& changes) {
   Variables variables = kTorchrun;
@@ -70,10 +73,9 @@ TEST(Launcher, JobsHaveNamesOfTheirOwn) {
 }
 
 TEST(Launcher, RanksOfOneParentAreAJob) {
-  const Variables variables{{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}};
-  const std::string job = launch_with(variables).job;
+  const std::string job = launch_with(kMpiexec).job;
   EXPECT_FALSE(job.empty());
-  EXPECT_EQ(launch_with(variables).job, job);
+  EXPECT_EQ(launch_with(kMpiexec).job, job);
 }
 
 TEST(Launcher, AWorldOfOneNeedsNoAddress) {
@@ -139,8 +141,7 @@ TEST(Launcher, MpirunOnSeveralHostsNeedsAnAddress) {
 }
 
 TEST(Launcher, ReadsMpiexec) {
-  const Launch launch =
-      launch_with({{"PMI_RANK", "0"}, {"PMI_SIZE", "2"}, {"MPI_LOCALRANKID", "0"}, {"MPI_LOCALNRANKS", "2"}});
+  const Launch launch = launch_with(kMpiexec);
   EXPECT_EQ(launch.launcher, "mpiexec");
   EXPECT_EQ(launch.size, 2);
   EXPECT_EQ(launch.address, "127.0.0.1");
@@ -175,6 +176,23 @@ TEST(Launcher, ABatchScriptIsNoRank) {
   Variables variables = kSrun;
   variables["SLURM_STEP_ID"] = "4294967291";
   EXPECT_EQ(launch_with(variables).launcher, "none");
+}
+
+// Whose proxies srun starts, one a host.
+TEST(Launcher, MpiexecWithinAJobOfSlurmIsNoSrun) {
+  Variables variables = kSrun;
+  variables.insert(kMpiexec.begin(), kMpiexec.end());
+  const Launch launch = launch_with(variables);
+  EXPECT_EQ(launch.launcher, "mpiexec");
+  EXPECT_EQ(launch.rank, 0);
+  EXPECT_EQ(launch.size, 2);
+}
+
+TEST(Launcher, TwoMpiexecWithinOneJobOfSlurmAreTwoJobs) {
+  Variables variables = kMpiexec;
+  variables["SLURM_JOB_ID"] = "77";
+  EXPECT_EQ(launch_with(variables).job, launch_with(kMpiexec).job) << "by who started the ranks";
+  EXPECT_TRUE(contains(launch_with(variables).job, std::to_string(getppid())));
 }
 
 TEST(Launcher, TorchrunsVariablesGoFirst) {

@@ -301,6 +301,33 @@ TEST(Rendezvous, WhoServesItStaysUntilAllRanksKnow) {
   });
 }
 
+// Only the first rank waits there, so it looks at all others, and not at one that is busy.
+TEST(Rendezvous, WhoDiesAtTheEndIsFoundBehindABusyRank) {
+  constexpr int kDies = 1, kIsBusy = 2;
+  const auto body = [] {
+    const int rank = process_rank();
+    const auto found = process_folder() / "found";
+    if (rank == kIsBusy) { // is the last to come, which rank 0, that is the first, would watch
+      std::this_thread::sleep_for(milliseconds(300));
+    }
+    Rendezvous rendezvous(launch_of(rank, 3), seconds(600));
+    rendezvous.exchange("x");
+    if (rank == kDies) {
+      raise(SIGKILL);
+    }
+    if (rank == kIsBusy) {
+      while (!std::filesystem::exists(found)) {
+        std::this_thread::sleep_for(milliseconds(10));
+      }
+      return;
+    }
+    const auto message = error_message<CommError>([&] { rendezvous.conclude(); });
+    EXPECT_TRUE(contains(message, "rank 1 has died")) << message;
+    std::ofstream(found) << "it";
+  };
+  on_processes(3, body, {.lost = {kDies}});
+}
+
 // It has come to all meetings, and nobody waits for it any more.
 TEST(Rendezvous, ARankThatEndsEarlyIsNotFoundDead) {
   on_processes(3, [] {

@@ -183,6 +183,26 @@ INSTANTIATE_TEST_SUITE_P(
       return info.param.name;
     });
 
+// It has lent them to the others, of whom some read them meanwhile.
+TEST(ShmFailures, ARankThatDiesWithGradientsPostedIsNoticed) {
+  for (int i = 0; i < 5; ++i) {
+    const auto body = [] {
+      const auto group = join_processes(process_folder());
+      const auto reduced = start_reduce(*group, {.numels = {300'000}}, kOperation);
+      if (process_rank() == kVictim) {
+        raise(SIGKILL);
+      }
+      const auto message = comm_error([&] {
+        reduced.work->wait();
+        group->barrier(kOperation);
+      });
+      EXPECT_TRUE(mentions(message, "rank 1")) << message;
+      EXPECT_TRUE(mentions(message, "'blocks.3'")) << message;
+    };
+    on_processes(3, body, {.lost = {kVictim}});
+  }
+}
+
 TEST(ShmFailures, LastOperationOfTheDeadIsNamed) {
   const auto body = [] {
     const auto group = join_processes(process_folder());
@@ -322,14 +342,35 @@ TEST(ShmFailures, GatheringsInAnotherOrderAreToldApart) {
   on_threads(2, body);
 }
 
+void limit_files(rlim_t bytes) {
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
+  limit.rlim_cur = bytes;
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+}
+
+// Ranks of the other part too, which have theirs.
+TEST(ShmFailures, APartThatOneRankCannotMakeIsAnErrorOnAll) {
+  on_processes(4, [] {
+    const auto group = join_processes(process_folder());
+    rlimit before{};
+    ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+    if (process_rank() == 1) { // the first of its part, which makes what the others open
+      limit_files(0);
+    }
+    const std::string said = error_message([&] { group->split(process_rank() % 2, kTest); });
+    limit_files(before.rlim_cur);
+    EXPECT_TRUE(contains(said, "ulimit -f")) << said;
+    EXPECT_EQ(group->split(process_rank() % 2, kTest)->size(), 2); // all know, so they may go on
+    group->barrier(kTest);
+  });
+}
+
 // And not that it has no memory which the others could open.
 TEST(ShmFailures, WhyARankCannotJoinIsToldByAll) {
   on_processes(3, [] {
     if (process_rank() == kVictim) {
-      rlimit limit{};
-      ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &limit), 0);
-      limit.rlim_cur = 1 << 20; // no arena is as small
-      ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);
+      limit_files(1 << 20); // no arena is as small
     }
     const std::string said = error_message([] { join_processes(process_folder()); });
     EXPECT_TRUE(contains(said, "ulimit -f")) << said;

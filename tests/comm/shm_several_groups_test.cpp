@@ -1,3 +1,6 @@
+#include <thread>
+
+#include "comm/gloo_group.h"
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
 
@@ -51,6 +54,61 @@ TEST(ShmSeveralGroups, GroupsThatWereMadeOneByOneToo) {
       cross(*x, *y);
       cross(*y, *x);
     }
+  });
+}
+
+// As over hosts, within which ranks share memory.
+TEST(ShmSeveralGroups, ProcessesDoTheirPartsWhileTheyWaitInAGroupOfAnotherKind) {
+  if (!gloo_available()) {
+    GTEST_SKIP() << "built without Gloo";
+  }
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, kTimeout);
+    const auto shared = join_processes(process_folder(), kTimeout);
+    const auto gloo = gloo_group(rendezvous, launch, kTimeout);
+    for (int i = 0; i < 20; ++i) {
+      cross(*shared, *gloo);
+      cross(*gloo, *shared);
+    }
+    rendezvous.leave(kTimeout);
+  });
+}
+
+// Rank 1 comes to y once x is done, for which rank 0 has to do its part.
+void ask_across(Group& x, Group& y) {
+  const auto in_x = x.all_reduce(at::ones({100'000}), ReduceOp::kSum, 1, kTest);
+  if (x.rank() != 0) {
+    in_x->wait();
+  }
+  const auto in_y = y.all_reduce(at::ones({100'000}), ReduceOp::kSum, 1, kTest);
+  const auto end = std::chrono::steady_clock::now() + kTimeout;
+  while (!in_y->done() && std::chrono::steady_clock::now() < end) {
+    std::this_thread::yield();
+  }
+  EXPECT_TRUE(in_y->done());
+  in_y->wait();
+  in_x->wait();
+}
+
+TEST(ShmSeveralGroups, ProcessesDoTheirPartsInAllGroupsWhileTheyAskInOne) {
+  on_processes(2, [] {
+    const Launch launch = read_launch();
+    Rendezvous rendezvous(launch, kTimeout);
+    const auto x = join_processes(process_folder(), kTimeout);
+    const auto folder = process_folder() / "y";
+    std::filesystem::create_directories(folder);
+    std::vector<GroupPointer> others{join_processes(folder, kTimeout)};
+    if (gloo_available()) {
+      others.push_back(gloo_group(rendezvous, launch, kTimeout));
+    }
+    for (const auto& y : others) {
+      for (int i = 0; i < 20; ++i) {
+        ask_across(*x, *y);
+        ask_across(*y, *x);
+      }
+    }
+    rendezvous.leave(kTimeout);
   });
 }
 

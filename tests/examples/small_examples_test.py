@@ -48,7 +48,35 @@ class SmallExamples(unittest.TestCase):
             env=support.environment(), capture_output=True, text=True, timeout=support.PATIENCE,
         )
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", result.stdout)), 2)
+        self.assert_both_keep_a_part(result.stdout)
+
+    def assert_both_keep_a_part(self, output):
+        self.assertEqual(len(re.findall(r"rank [01] keeps .* of 0.weight \[256, 64\]", output)), 2)
+
+    def test_mpiexec_may_start_a_script_that_starts_the_rank(self):
+        script = f'"{support.BIN / "01_fully_shard"}"; exit $?'
+        ranks = [
+            self.start(
+                ["sh", "-c", script],
+                PMI_RANK=str(rank), PMI_SIZE="2", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="2", FSDP_TIMEOUT="60",
+            )
+            for rank in range(2)
+        ]
+        outputs = [rank.communicate(timeout=support.PATIENCE) for rank in ranks]
+        self.assertEqual([rank.returncode for rank in ranks], [0, 0], outputs)
+        self.assert_both_keep_a_part("".join(output for output, _ in outputs))
+
+    def test_a_rank_of_mpiexec_may_start_mpiexec(self):
+        names = "PMI_RANK={0} PMI_SIZE=2 MPI_LOCALRANKID={0} MPI_LOCALNRANKS=2"
+        program = support.BIN / "01_fully_shard"
+        script = f'{names.format(0)} "{program}" & {names.format(1)} "{program}" & wait %1 && wait %2'
+        inner = self.start(
+            ["bash", "-c", script],
+            PMI_RANK="0", PMI_SIZE="1", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1", FSDP_TIMEOUT="60",
+        )
+        output, errors = inner.communicate(timeout=support.PATIENCE)
+        self.assertEqual(inner.returncode, 0, output + errors)
+        self.assert_both_keep_a_part(output)
 
     def test_mixed_precision_and_offload(self):
         output = self.train("02_mixed_precision_and_offload", 2)
@@ -87,11 +115,14 @@ class SmallExamples(unittest.TestCase):
             self.assertIn(f"rank {rank} of 4, number {rank % 2} on its host, talks over gloo", output)
 
     def start_rank(self, rank, port):
-        environment = support.environment(
-            RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        return self.start(
+            support.command("04_multi_host"),
+            RANK=str(rank), WORLD_SIZE="4", LOCAL_RANK=str(rank % 2), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
         )
+
+    def start(self, command, **environment):
         process = subprocess.Popen(
-            support.command("04_multi_host"), env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command, env=support.environment(**environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.addCleanup(process.kill)
         return process

@@ -45,6 +45,7 @@ struct Program {
   What before_backward = kNothing;
   What before_optimizer = kNothing;
   bool first_layer_is_in_place = false; ///< where others are cast
+  bool first_layer_names_the_third = false; ///< to be gathered ahead when it is used itself
 };
 
 const Program kPrograms[] = {
@@ -122,7 +123,12 @@ const Program kPrograms[] = {
          },
      .before_backward = [](const Model&, const Look& look) { look(0); },
      .before_optimizer = [](const Model&, const Look& look) { look(0); },
-     .first_layer_is_in_place = true}};
+     .first_layer_is_in_place = true},
+    {.name = "AtAUnitThatIsReadInPlaceBeforeWhichAnotherIsNamed",
+     .between_steps = [](const Model&, const Look& look) { look(0); },
+     .before_backward = [](const Model&, const Look& look) { look(0); },
+     .first_layer_is_in_place = true,
+     .first_layer_names_the_third = true}};
 
 enum class Kind { kNone, kRecorded, kUnrecorded };
 
@@ -136,6 +142,9 @@ std::vector<at::Tensor> train(const Program& program, const FullyShardOptions& o
     fully_shard(*model->layers[i], own);
   }
   fully_shard(*model, options);
+  if (program.first_layer_names_the_third) {
+    as_fsdp(*model->layers[0]).set_modules_to_forward_prefetch({as_fsdp(*model->layers[2])});
+  }
   const Look look = [&](int layer) {
     const c10::AutoGradMode records(kind == Kind::kRecorded);
     if (kind != Kind::kNone && rank() == 0) {
@@ -203,6 +212,41 @@ TEST_P(LookingAlone, WhereSomeKeepShares) {
     expect_no_difference(GetParam(), {.reshard_after_forward = 2});
     shutdown();
   });
+}
+
+// What a collective writes through a member reaches a shard when that is read; that all ranks write, they know by then.
+TEST(LookingAloneAtAShard, AfterACollectiveThroughItsMember) {
+  const auto body = [] {
+    const Model model = make_model();
+    for (const auto& layer : model->layers) {
+      fully_shard(*layer);
+    }
+    fully_shard(*model);
+    const auto& layer = model->layers[1];
+    for (int round = 0; round < 3; ++round) {
+      const torch::NoGradGuard no_grad;
+      layer->weight.fill_(rank() + 1 + round);
+      if (round == 0) {
+        world()->broadcast(layer->weight, 1, {"test", ""});
+      } else {
+        world()->all_reduce(layer->weight, ReduceOp::kSum, 1, {"test", ""})->wait();
+      }
+      const double expected = round == 0 ? 2 : 3 + 2 * round;
+      if (rank() == 0) {
+        EXPECT_TRUE(layer->parameters()[0].eq(expected).all().item<bool>());
+      }
+      barrier();
+      EXPECT_TRUE(layer->weight.eq(expected).all().item<bool>());
+    }
+  };
+  on_threads(2, body);
+  for (const char* backend : {"shm", "gloo"}) {
+    on_processes(2, [&] {
+      init({.backend = backend, .device = "cpu", .timeout = std::chrono::seconds(30)});
+      body();
+      shutdown();
+    });
+  }
 }
 
 } // namespace

@@ -423,6 +423,34 @@ TEST_P(Summon, WhereWritingBackFailsNothingStaysGathered) {
   });
 }
 
+// Of one operator on both.
+TEST_P(Summon, WhereWritingBackFailsForOneUnitAnotherHasWhatWasWritten) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(5, 3), nn::Linear(3, 2));
+    auto fails = fully_shard(*model[0]);
+    fully_shard(*model[1]);
+    fully_shard(*model);
+    auto& unit = *fails.unit();
+    auto group = std::make_shared<ReadOnlyGroup>(unit.buckets()[0]->shared_shard_group());
+    unit.buckets()[0]->gather_group = group;
+    unit.buckets()[0]->settle(unit.label("fully_shard"));
+    const auto weight_of = [&](int layer) { return model[static_cast<size_t>(layer)]->as<nn::Linear>()->weight; };
+    *group->read_only = true;
+    {
+      const torch::NoGradGuard no_grad;
+      EXPECT_THROW(at::_foreach_zero_({weight_of(0), weight_of(1)}), CommError);
+    }
+    EXPECT_EQ(unit.state(), engine::UnitState::kSharded);
+    const auto shard = model[1]->parameters()[0];
+    EXPECT_TRUE(std::all_of(shard.data_ptr<float>(), shard.data_ptr<float>() + shard.numel(), [](float value) {
+      return value == 0;
+    }));
+    *group->read_only = false;
+    barrier();
+    EXPECT_TRUE(weight_of(1).eq(0).all().item<bool>());
+  });
+}
+
 // Else one rank would gather in the next forward what the others have.
 TEST_P(Summon, ForOneRankLeavesTheSameUnitsWholeOnAll) {
   on_threads(GetParam(), [] {

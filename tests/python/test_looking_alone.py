@@ -141,3 +141,90 @@ def test_at_a_shard_after_a_write_through_its_module():
                 model(torch.ones(2, WIDTH))
         loss_of(model, mine(rows(step, WIDTH))).backward()
         optimizer.step()
+
+
+class Product(torch.autograd.Function):
+    """Whose operators autograd does not see, and which reads its weight again in backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient @ ctx.weight, gradient.t() @ x
+
+
+class ByProduct(nn.Linear):
+    def forward(self, x):
+        return Product.apply(x, self.weight)
+
+
+class OfProducts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(ByProduct(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.looks = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if self.looks and layer is self.layers[0]:
+                look_at(layer)
+        return x
+
+
+def losses_of_products(looks, before_step, mesh, **options):
+    model = seeded(OfProducts)
+    model.looks = looks
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh, mp_policy=CASTS, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    losses = []
+    for step in range(3):
+        before_step(model)
+        loss = loss_of(model, mine(rows(step, WIDTH)))
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@on_ranks(2)
+def test_within_a_forward_of_custom_functions_before_a_unit_that_was_unsharded():
+    def unshard(model):
+        model.layers[1].unshard()
+
+    mesh = impatient()
+    expected = losses_of_products(False, unshard, mesh)
+    assert losses_of_products(True, unshard, mesh) == expected
+
+
+@on_ranks(4)
+def test_within_a_forward_of_custom_functions_of_which_shares_are_kept():
+    mesh = impatient()
+    expected = losses_of_products(False, lambda model: None, mesh, reshard_after_forward=2)
+    assert losses_of_products(True, lambda model: None, mesh, reshard_after_forward=2) == expected
+
+
+@on_ranks(2)
+def test_at_a_shard_after_a_collective_through_its_module():
+    model, mesh = seeded(stack), impatient()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    for step in range(3):
+        weight = model[1].weight
+        expected = weight.detach().clone() + dist.get_rank()
+        with torch.no_grad():
+            weight.copy_(expected)  # of each rank its own
+            dist.broadcast(weight, 1)
+            expected = expected if dist.get_rank() == 1 else expected + 1
+            if dist.get_rank() == 0:
+                shard = dict(model.named_parameters())["1.weight"].to_local()
+                torch.testing.assert_close(shard, expected[: shard.shape[0]])
+        dist.barrier()
+        torch.testing.assert_close(model[1].weight.detach(), expected)

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import tempfile
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -115,11 +116,14 @@ def status_of_child(body):
             signal.alarm(60)  # a child that hangs is a failure
             try:
                 body()
+                os._exit(0)
             except Error as error:
                 os.write(2, str(error).encode())
                 os._exit(3)
+            except BaseException:
+                os.write(2, traceback.format_exc().encode())
             finally:
-                os._exit(0)
+                os._exit(4)
         status = os.waitpid(child, 0)[1]
         said.seek(0)
         return status, said.read().decode()
@@ -386,7 +390,12 @@ class Trial:
     def fork(self):
         """A child that works by itself; or that touches a shard, which ends it, and the training goes on."""
         kept = [value.to_local().clone() for value in self.model.state_dict().values()]
-        status, said = status_of_child(lambda: sum(float(each.sum()) for each in kept))
+        sums = [float(each.sum()) for each in kept]
+
+        def check_sums():
+            assert [float(each.sum()) for each in kept] == sums
+
+        status, said = status_of_child(check_sums)
         assert status == 0, f"a child ended with {status}: {said}"
         mine = [each for each in self.model.parameters() if each.to_local().numel()]
         if _mesh._shared_memory and dist.get_world_size() > 1 and mine and self.replicas < dist.get_world_size():

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include <c10/core/DeviceGuard.h>
@@ -12,6 +13,7 @@
 #include "base/format.h"
 #include "base/log.h"
 #include "base/tracing.h"
+#include "comm/errands.h"
 #include "comm/within_limit.h"
 
 namespace fsdp::adapter {
@@ -25,6 +27,7 @@ constexpr milliseconds kMostGrace{1000};
 // Longer waits are told to the other ranks, and interrupted when one of them gives up.
 constexpr milliseconds kSlice{1000};
 constexpr milliseconds kLongestEnd{2000};
+constexpr std::chrono::microseconds kNap{200};
 // Ranks whose programs differ mostly do so from the first step on. A count, which is the same on all ranks, decides:
 // what a rank has learned of its steps is its own.
 constexpr int64_t kCheckedAtFirst = 512;
@@ -60,6 +63,13 @@ bool has_ended(c10d::Work& work) {
   }
 }
 
+// Ranks that this one waits for may wait for its part of what was begun in groups of shared memory.
+void do_errands_during(c10d::Work& work, Clock::time_point end) {
+  while (Errands::advance_all() && !has_ended(work) && Clock::now() < end) {
+    std::this_thread::sleep_for(kNap);
+  }
+}
+
 /// What the backend found while nobody waited; nothing from those that do not look.
 std::optional<c10d::ErrorType> error_of(const c10d::ProcessGroup& group) {
   try {
@@ -91,6 +101,7 @@ Pending::Pending(std::shared_ptr<Channel> channel, CollectiveId id, c10::Device 
     : channel_(std::move(channel)), id_(std::move(id)), device_(device), works_(std::move(works)) {}
 
 bool Pending::done() const {
+  Errands::advance_all(); // who only asks must not hold up others
   return !channel_ || channel_->inherited() ||
          std::all_of(works_.begin(), works_.end(), [](const auto& work) { return has_ended(*work); });
 }
@@ -217,8 +228,9 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
     const auto begin = Clock::now();
     const auto left = std::chrono::ceil<milliseconds>(deadline - begin);
     const auto slice = std::max(milliseconds(1), std::min(left, longest));
+    do_errands_during(work, begin + slice);
     try {
-      work.wait(slice);
+      work.wait(std::max(milliseconds(1), std::chrono::ceil<milliseconds>(begin + slice - Clock::now())));
       board_->stop_listening();
       return;
     } catch (const std::exception& error) {

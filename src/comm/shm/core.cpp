@@ -21,7 +21,7 @@ class QueuedWork final : public Work {
       return true; // `wait` would not block: it throws, or nothing is left to wait for
     }
     if (!last_step_->done) {
-      core_->collectives.advance();
+      core_->members->errands().advance(&core_->collectives); // all groups': who only asks must not hold up others
     }
     core_->collectives.release_kept();
     return last_step_->done && (lent_.empty() || core_->collectives.all_finished(last_step_->number));

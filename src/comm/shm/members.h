@@ -10,9 +10,9 @@
 #include <fsdp/group.h>
 
 #include "base/tracing.h"
+#include "comm/errands.h"
 #include "comm/process.h"
 #include "comm/shm/control.h"
-#include "comm/shm/errands.h"
 #include "comm/shm/futex.h"
 #include "comm/shm/segment.h"
 

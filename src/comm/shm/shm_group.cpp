@@ -75,7 +75,11 @@ std::shared_ptr<Group> ShmGroup::split(int color, const Label& label) {
   const Members& parent = *core_->members;
   const int size = static_cast<int>(members.size());
   const auto new_rank = std::find(members.begin(), members.end(), rank()) - members.begin();
-  auto core = join({static_cast<int>(new_rank), size, parent.place().timeout, parent.family()}, among_members);
+  CorePointer core;
+  const auto complaint = complaint_of([&] {
+    core = join({static_cast<int>(new_rank), size, parent.place().timeout, parent.family()}, among_members);
+  });
+  agree(exchange(complaint, label)); // ranks of the other parts, too
   return size == 1 ? group_of_one() : std::make_shared<ShmGroup>(std::move(core));
 }
 

@@ -9,7 +9,7 @@
 
 #include <fsdp/error.h>
 
-#include "comm/shm/errands.h"
+#include "comm/errands.h"
 
 namespace fsdp::testing {
 
@@ -49,7 +49,7 @@ void Explorer::body(Fiber& fiber) {
 }
 
 void Explorer::run_once() {
-  shm::Errands::of_rank(/*is_thread=*/false); // of this process, so that no rank gets those of the run before
+  Errands::of_rank(/*is_thread=*/false); // of this process, so that no rank gets those of the run before
   ++result_.runs;
   mode_ = Mode::kSettingUp;
   fibers_.resize(static_cast<size_t>(options_.ranks));

@@ -114,6 +114,24 @@ TEST(Protocol, GatheringWithACast) {
   EXPECT_EQ(explored.violation, "");
 }
 
+void reduce_twice(Trainer& me) {
+  me.reduce_scatter();
+  me.reduce_scatter();
+}
+
+TEST(Protocol, GradientsAreReadWhereTheyLieUntilAllHaveReadThem) {
+  expect_right(&reduce_twice);
+}
+
+TEST(Protocol, GradientsAreReadWhereTheyLieBetweenGathersAndWrites) {
+  expect_right([](Trainer& me) {
+    me.gather(0);
+    me.reduce_scatter();
+    me.write(0);
+    me.gather(0);
+  });
+}
+
 // -- ranks that go
 
 void train_once(Trainer& me) {
@@ -135,6 +153,10 @@ TEST(Protocol, AllRanksEndWhereverOneDiesWithGradientsOnTheirWay) {
         me.wait_for(*work, gradients);
       },
       {.may_fail = true, .mortal = 1});
+}
+
+TEST(Protocol, AllRanksEndWhereverOneDiesWhileOthersReadItsGradients) {
+  expect_right(&reduce_twice, {.may_fail = true, .mortal = 1});
 }
 
 TEST(Protocol, AllRanksEndWhereverOneDiesWhileOthersCast) {
@@ -231,6 +253,14 @@ TEST(TheExplorerFinds, WordsThatAreWrittenAfterTheyArePromised) {
     me.barrier();
     me.barrier();
   });
+}
+
+TEST(TheExplorerFinds, AReductionThatDoesNotAwaitItsReaders) {
+  expect_found({Wrong::kNotAwaited, &shm::RankSlot::finished}, "has a wrong sum", &reduce_twice);
+}
+
+TEST(TheExplorerFinds, AReaderThatDoesNotSayThatItHasRead) {
+  expect_found({Wrong::kNeverSet, &shm::RankSlot::finished}, "nobody can go on", &reduce_twice);
 }
 
 TEST(TheExplorerFinds, ADeathThatARankDoesNotSee) {

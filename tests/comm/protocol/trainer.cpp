@@ -5,6 +5,7 @@
 #include <exception>
 
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <gtest/gtest.h>
 
 #include <fsdp/error.h>
@@ -251,6 +252,26 @@ void Trainer::wait_for(Work& work, const at::Tensor& gradients) {
   if (gradients.const_data_ptr<float>()[0] != sum) {
     exploring::violate(of_rank(rank()) + " has a wrong sum");
   }
+}
+
+void Trainer::reduce_scatter() {
+  begin_operation();
+  ++reductions_;
+  const int ranks = exploring::ranks();
+  const Cut cut{kEach * ranks, kEach};
+  at::Tensor sums = at::zeros({kEach});
+  const auto work = group_->reduce_scatter(
+      {{at::full({kEach * ranks}, static_cast<double>(10 * scattered_ + rank() + 1))}, {cut}, {sums}}, label_);
+  begin_operation();
+  work->wait();
+  --reductions_;
+  const auto expected = static_cast<float>(10 * scattered_ * ranks + ranks * (ranks + 1) / 2);
+  for (int64_t i = 0; i < kEach; ++i) {
+    if (sums.const_data_ptr<float>()[i] != expected) {
+      exploring::violate(of_rank(rank()) + " has a wrong sum of reduction " + std::to_string(scattered_));
+    }
+  }
+  ++scattered_;
 }
 
 // -- exploring

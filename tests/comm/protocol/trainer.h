@@ -62,6 +62,8 @@ class Trainer {
   /// Posts gradients; `wait_for` the sums.
   std::unique_ptr<Work> reduce(at::Tensor& gradients);
   void wait_for(Work& work, const at::Tensor& gradients);
+  /// The same of gradients that others read where they lie, of which each rank adds up its own: other ones each time.
+  void reduce_scatter();
 
   /// This rank tells the others to end when it comes to that operation.
   void abort_at(int operation);
@@ -89,6 +91,7 @@ class Trainer {
   std::array<Unit, kUnits> units_;
   int barriers_ = 0;
   int reductions_ = 0; // on their way
+  int scattered_ = 0;
   int operations_ = 0;
   int abort_at_ = -1;
   int only_ = -1; // rank that gets gradients; all if negative

@@ -1,11 +1,11 @@
-#include "comm/shm/errands.h"
+#include "comm/errands.h"
 
 #include <algorithm>
 #include <exception>
 
 #include <unistd.h>
 
-namespace fsdp::shm {
+namespace fsdp {
 namespace {
 
 struct OfProcess {
@@ -64,4 +64,14 @@ bool Errands::advance(const Errand* own) {
   return advanced;
 }
 
-} // namespace fsdp::shm
+bool Errands::advance_all() {
+  bool left = false;
+  for (const bool is_thread : {true, false}) {
+    const auto errands = of_rank(is_thread);
+    errands->advance(nullptr);
+    left = errands->others_pending(nullptr) || left;
+  }
+  return left;
+}
+
+} // namespace fsdp

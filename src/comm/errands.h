@@ -5,7 +5,7 @@
 #include <mutex>
 #include <vector>
 
-namespace fsdp::shm {
+namespace fsdp {
 
 /// What a rank has begun in one of its groups and does as soon as others have come so far, whatever it waits for
 /// meanwhile: others may be waiting for it.
@@ -36,6 +36,9 @@ class Errands {
   /// Does what can be done; returns whether anything got on. Throws what `own` throws: the others' errors are told
   /// where those groups are used.
   bool advance(const Errand* own);
+  /// For a rank that waits outside of such groups: does what can be done of all that is begun on this thread or in this
+  /// process. Returns whether something is left.
+  static bool advance_all();
 
   /// Held while an errand is given, looked at or done.
   std::mutex& mutex() const {
@@ -47,4 +50,4 @@ class Errands {
   std::vector<Errand*> all_;
 };
 
-} // namespace fsdp::shm
+} // namespace fsdp

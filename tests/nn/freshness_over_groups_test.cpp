@@ -1,0 +1,74 @@
+// A root whose units are sharded over different groups: what is known of one group's shards says nothing of another's.
+
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+#include "nn/parity.h"
+#include "nn/subjects.h"
+
+namespace fsdp::testing {
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr float kRate = 0.125;
+
+void step_past_all_operators(nn::Module& layer) {
+  for (auto& parameter : layer.parameters()) {
+    float* const values = parameter.data_ptr<float>();
+    const float* const gradient = parameter.grad().const_data_ptr<float>();
+    for (int64_t i = 0; i < parameter.numel(); ++i) {
+      values[i] -= kRate * gradient[i];
+    }
+  }
+}
+
+nn::Sequential two_layers() {
+  static std::mutex mutex;
+  const std::scoped_lock lock(mutex);
+  torch::manual_seed(1);
+  return nn::Sequential(nn::Linear(6, 6), nn::Linear(6, 6));
+}
+
+std::vector<at::Tensor> train(nn::Sequential model) {
+  torch::optim::SGD seen(model[1]->parameters(), kRate);
+  std::vector<at::Tensor> outputs;
+  for (int step = 0; step < 4; ++step) {
+    const auto output = model->forward(torch::ones({2, 6}));
+    outputs.push_back(output.detach());
+    output.sum().backward();
+    seen.step();
+    if (rank() == step % world_size()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50)); // the others come to the next gather before its write
+    }
+    step_past_all_operators(*model[0]);
+    model->zero_grad();
+  }
+  return outputs;
+}
+
+void expect_the_same_as_unsharded() {
+  const auto expected = train(two_layers());
+  auto model = two_layers();
+  const auto another = init_device_mesh("cpu", {1, 2}, {"outer", "inner"})["inner"];
+  fully_shard(*model[0]);
+  fully_shard(*model[1], {.mesh = another});
+  fully_shard(*model);
+  const auto actual = train(model);
+  for (size_t step = 0; step < expected.size(); ++step) {
+    EXPECT_TRUE(actual[step].equal(expected[step])) << "rank " << rank() << ", step " << step;
+  }
+}
+
+TEST(FreshnessOverGroups, AWriteThatIsSeenInOneTellsNothingOfAnother) {
+  on_threads(2, &expect_the_same_as_unsharded);
+  on_processes(2, [] {
+    init({.backend = "shm", .device = "cpu"});
+    expect_the_same_as_unsharded();
+    shutdown();
+  });
+}
+
+} // namespace
+} // namespace fsdp::testing
