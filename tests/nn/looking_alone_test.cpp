@@ -218,7 +218,7 @@ TEST_P(LookingAlone, WhereSomeKeepShares) {
 TEST(LookingAloneAtAShard, AfterACollectiveThroughItsMember) {
   const auto body = [] {
     const Model model = make_model();
-    for (const auto& layer : model->layers) {
+    for (auto& layer : model->layers) {
       fully_shard(*layer);
     }
     fully_shard(*model);

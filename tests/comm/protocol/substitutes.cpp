@@ -91,6 +91,9 @@ constexpr int kFirstProcess = 1'000'000;
 std::optional<uint64_t> process_start(int32_t) {
   return 1;
 }
+std::optional<int32_t> giver_of(const std::vector<std::string>&) {
+  return std::nullopt;
+}
 bool has_ended(int32_t pid, uint64_t) {
   return testing::watched::sees_end_of(pid - kFirstProcess);
 }
