@@ -51,7 +51,7 @@ std::vector<at::Tensor> train(nn::Sequential model) {
 void expect_the_same_as_unsharded() {
   const auto expected = train(two_layers());
   auto model = two_layers();
-  const auto another = init_device_mesh("cpu", {1, 2}, {"outer", "inner"})["inner"];
+  const auto another = Mesh::from_groups({world()->split(0, {"test", ""})}, {"shard"}, c10::kCPU);
   fully_shard(*model[0]);
   fully_shard(*model[1], {.mesh = another});
   fully_shard(*model);

@@ -442,9 +442,8 @@ TEST_P(Summon, WhereWritingBackFailsForOneUnitAnotherHasWhatWasWritten) {
     }
     EXPECT_EQ(unit.state(), engine::UnitState::kSharded);
     const auto shard = model[1]->parameters()[0];
-    EXPECT_TRUE(std::all_of(shard.data_ptr<float>(), shard.data_ptr<float>() + shard.numel(), [](float value) {
-      return value == 0;
-    }));
+    EXPECT_TRUE(std::all_of(
+        shard.data_ptr<float>(), shard.data_ptr<float>() + shard.numel(), [](float value) { return value == 0; }));
     *group->read_only = false;
     barrier();
     EXPECT_TRUE(weight_of(1).eq(0).all().item<bool>());

@@ -91,7 +91,7 @@ TEST(Protocol, GradientsAreReducedWhileParametersAreRead) {
 }
 
 TEST(Protocol, ANewHomeIsMadeInTheMidstOfAPhase) {
-  const Explored explored = explore({}, [] {
+  const Explored explored = explore({.ranks = 2}, [] {
     Trainer me;
     me.make(0);
     exploring::start();
