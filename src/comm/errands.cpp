@@ -27,12 +27,16 @@ std::shared_ptr<Errands> Errands::of_rank(bool is_thread) {
   return of_process->errands;
 }
 
+std::atomic<int> Errands::in_process_ = 0;
+
 void Errands::add(Errand& errand) {
+  ++in_process_;
   const std::scoped_lock lock(mutex_);
   all_.push_back(&errand);
 }
 
 void Errands::remove(Errand& errand) {
+  --in_process_;
   const std::scoped_lock lock(mutex_);
   all_.erase(std::remove(all_.begin(), all_.end(), &errand), all_.end());
 }
@@ -65,6 +69,9 @@ bool Errands::advance(const Errand* own) {
 }
 
 bool Errands::advance_all() {
+  if (in_process_ == 0) {
+    return false;
+  }
   bool left = false;
   for (const bool is_thread : {true, false}) {
     const auto errands = of_rank(is_thread);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -46,6 +47,8 @@ class Errands {
   }
 
  private:
+  static std::atomic<int> in_process_; // of all ranks; most programs that wait elsewhere have none
+
   mutable std::mutex mutex_;
   std::vector<Errand*> all_;
 };
