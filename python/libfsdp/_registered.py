@@ -122,6 +122,7 @@ class Registered(dict):
             if self.get(name) is not sharded.parameter:
                 continue
             sharded.heed_whole()
+            sharded.shown.note_replacement()  # a conversion lists before it replaces
             if name not in self.module().__dict__ and not sharded.parameter.is_meta:
                 for module, place in sharded.homes():
                     sharded.enter(module, place)

@@ -140,28 +140,10 @@ void see_shard(Param& param, bool written, Call& call) {
   }
 }
 
-// What a collective writes to handles reaches the shards when these are read, perhaps by one rank alone. It is a write
-// of all ranks, so all begin it here.
-void begin_writes(const Call& call) {
-  WithoutCallersLock no_callers_lock;
-  for (const auto& [unit, param] : call.written) {
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
-    if (unit->summoned == 0) { // else a guard's end does
-      unit->runtime().shards_change();
-      param->bucket().begin_write();
-    }
-  }
-}
-
 // What an operator has written to handles reaches the shards at once: whoever looks at their memory finds it there.
 // What fails for one does not keep the others from it.
 void keep_writes(Call& call) {
-  if (call.written.empty()) {
-    return;
-  }
-  if (call.traits.writes_later) {
-    begin_writes(call);
+  if (call.written.empty() || call.traits.writes_later) {
     return;
   }
   const auto written = std::exchange(call.written, {});
@@ -270,7 +252,24 @@ bool is_in_use(const Unit& unit, const Call& call) {
          (phase == Phase::kForward || runtime.in_backward());
 }
 
+// What a collective writes to handles reaches the shards when these are read, perhaps by one rank alone. It is a write
+// of all ranks, so all begin it here.
+void begin_writes(const Call& call) {
+  WithoutCallersLock no_callers_lock;
+  for (const auto& [unit, param] : call.written) {
+    auto lock = unit->runtime().lock();
+    InternalScope scope;
+    if (unit->summoned == 0) { // else a guard's end does
+      unit->runtime().shards_change();
+      param->bucket().begin_write();
+    }
+  }
+}
+
 void touch(Call& call) {
+  if (call.traits.writes_later) {
+    begin_writes(call);
+  }
   if (call.units.empty()) {
     return;
   }
@@ -395,8 +394,11 @@ void intercept_lists_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet
       touch(call);
     });
   }
-  c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
-  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  {
+    c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  }
+  called_by_torch([&] { keep_writes(call); });
 }
 
 template <class Argument>

@@ -117,6 +117,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// Calls of sharded modules that run on this thread: what is recorded in one is a forward. Other graphs on parameters
   /// may be made outside, such as that of the product which a low-rank adapter adds to a weight for good.
   static inline thread_local int running_calls = 0;
+  static inline thread_local bool call_trains = false; ///< the outermost of them
   /// The program says when modules are called: a graph made outside of all calls is no forward.
   void expect_calls() {
     expects_calls_ = true;
@@ -246,7 +247,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
     return expects_calls_ && running_calls > 0;
   }
   bool in_training_call() const {
-    return root_trains_ && in_call();
+    return call_trains && in_call();
   }
   Schedule& schedule_of(bool training) {
     return training ? training_ : evaluating_;
@@ -300,7 +301,6 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   bool writes_are_seen_ = false; // an optimizer has written by operators then, and is expected to go on so
   bool awaits_step_ = false; // since then
   bool calls_are_noted_ = false; // the program says when a step begins
-  bool root_trains_ = false; // it is being called so
   std::atomic<bool> looked_at_ = false; // by a profiler
   std::vector<Unit*> delivered_; // whose shards got gradients since then
   std::map<Group*, std::vector<const void*>> changes_; // some places in shards that an optimizer changes by these

@@ -75,7 +75,7 @@ bool Runtime::is_of_others(const BackwardGraph& graph) const {
 }
 
 void Runtime::note_call() {
-  calls_are_noted_ = root_trains_ = true;
+  calls_are_noted_ = true;
   const BackwardGraph graph = BackwardGraph::current();
   if (graph.id() < 0) {
     recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
@@ -88,7 +88,6 @@ void Runtime::note_call() {
 }
 
 void Runtime::call_ends() {
-  root_trains_ = false;
   if (torch::autograd::get_current_graph_task_id() < 0) {
     recorded_ = {at::sequence_number::peek(), at::RecordFunction::currentThreadId()};
   }

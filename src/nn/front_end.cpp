@@ -183,7 +183,9 @@ ModuleCall::ModuleCall(const FSDPModule& module) {
     begin_root(runtime);
     root_ = runtime.shared_from_this();
   }
-  ++engine::Runtime::running_calls;
+  if (engine::Runtime::running_calls++ == 0) {
+    engine::Runtime::call_trains = c10::GradMode::is_enabled();
+  }
 }
 
 ModuleCall::~ModuleCall() {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 
@@ -170,6 +171,26 @@ def test_gradients_are_whole_and_written_back():
                     parameter.grad.fill_(2 if writeback else 3)
         for parameter in model.parameters():
             assert parameter.grad is None or torch.equal(parameter.grad, torch.full_like(parameter.grad, 2))
+
+
+@on_ranks(2, 3)
+def test_a_gradient_that_one_rank_has_dropped_is_zero_in_its_part():
+    def whole_gradients(drops):
+        model = wrapped(seeded(blocks), FSDP, use_orig_params=True)
+        loss_of(model, mine(rows(0, 5))).backward()
+        if drops and dist.get_rank() == 1:
+            for parameter in model.parameters():
+                parameter.grad = None
+        with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
+        assert not (drops and dist.get_rank() == 1) or all(parameter.grad is None for parameter in model.parameters())
+        return gradients
+
+    differ = 0
+    for all_there, one_dropped in zip(whole_gradients(False), whole_gradients(True), strict=True):
+        assert torch.equal(one_dropped, torch.where(one_dropped == 0, 0, all_there))
+        differ += (one_dropped != all_there).sum().item()
+    assert differ > 0
 
 
 @on_ranks(2, comm=("shm",))

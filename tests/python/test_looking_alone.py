@@ -227,3 +227,62 @@ def test_at_a_shard_after_a_collective_through_its_module():
         dist.barrier()
         assert torch.equal(weight, expected)
         model[1].reshard()
+
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = stack()
+        self.looks = False
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if self.looks and layer is self.layers[0]:
+                with torch.no_grad():
+                    look_at(self.layers[1])
+        return x
+
+
+@on_ranks(2)
+def test_within_a_part_of_the_model_that_is_called_by_itself():
+    def losses(looks):
+        model = seeded(lambda: nn.Sequential(Encoder(), nn.Linear(WIDTH, WIDTH)))
+        encoder = model[0]
+        encoder.looks = looks
+        for layer in (*encoder.layers, encoder, model[1], model):
+            fully_shard(layer, mesh=mesh, mp_policy=CASTS)
+        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.125)
+        losses = []
+        for step in range(4):
+            encoder.layers[1].unshard()
+            loss = loss_of(encoder, mine(rows(step, WIDTH)))
+            losses.append(loss.item())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    mesh = impatient()
+    assert losses(True) == losses(False)
+
+
+@on_ranks(2)
+def test_at_shards_after_a_collective_that_gathers_into_their_modules():
+    model, mesh = seeded(stack), impatient()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    with torch.no_grad():
+        for _ in range(2):
+            weights = [model[0].weight, model[1].weight]
+            expected = [torch.full((WIDTH, WIDTH), 1.0 + rank) for rank in range(2)]
+            [weight.norm() for weight in weights]
+            dist.all_gather(weights, expected[dist.get_rank()])
+            if dist.get_rank() == 0:
+                for name in ("0.weight", "1.weight"):
+                    shard = dict(model.named_parameters())[name].to_local()
+                    assert torch.equal(shard + 0, expected[int(name[0])][: shard.shape[0]])
+            dist.barrier()
+            assert all(torch.equal(*pair) for pair in zip(weights, expected, strict=True))
+            for layer in model:
+                layer.reshard()

@@ -257,3 +257,19 @@ def test_replaced_again_before_anybody_looked():
                 parameter.fill_(step)
         for layer in model:
             assert torch.equal(layer.weight, torch.full((8, 8), float(step)))
+
+
+@on_ranks(1, 2)
+def test_a_part_that_is_converted_there_and_back():
+    model, reference = shard_with(fully_shard, seeded(mlp)), seeded(mlp)
+    for step in range(20):  # the tensor of the second conversion may come to lie where the one before the first lay
+        for converted in (model[2], reference[2]):
+            converted.double()
+            converted.float()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=1e-2) for each in (model, reference)]
+        loss_of(model, mine(rows(step, 5))).backward()
+        reference_backward(reference, loss_of, rows(step, 5))
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        check_same(model, reference)

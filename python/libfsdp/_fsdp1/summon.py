@@ -85,18 +85,13 @@ def wholes_of(
 
 
 def _give_empty_gradients(instance: "FullyShardedDataParallel") -> list[nn.Parameter]:
-    """To this rank's parts without elements, where other ranks are about to gather gradients of theirs."""
+    """Zeros, to this rank's parts that have none, where other ranks are about to gather gradients of theirs."""
     parts = list(dict.fromkeys(sharded.parameter for _, _, _, sharded in own_params(instance)))
     there = torch.tensor([part.grad is not None for part in parts], dtype=torch.uint8, device=instance.compute_device)
     if instance.world_size > 1:
         dist.all_reduce(there, dist.ReduceOp.MAX, group=instance.process_group)
     given = [part for part, is_there in zip(parts, there.tolist(), strict=True) if is_there and part.grad is None]
     for part in given:
-        if part.numel() > 0:
-            raise RuntimeError(
-                "with_grads=True needs the gradient of a parameter on all ranks or on none, and this rank alone has none of a "
-                f"part of shape {tuple(part.shape)}: let the ranks drop gradients alike"
-            )
         part.grad = torch.zeros_like(part)
     return given
 
