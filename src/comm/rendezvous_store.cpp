@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include <unistd.h>
+
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
@@ -131,10 +133,10 @@ std::string place_of(const Launch& launch) {
 }
 
 /// A rank that comes back after `leave` must not find the server of before about to close. Never destroyed, so that its
-/// server outlives whatever runs at exit.
+/// server outlives whatever runs at exit. A forked child has its own.
 StorePtr connect_to_rendezvous(const Launch& launch, milliseconds timeout) {
   static auto* const open = new std::map<std::string, StorePtr>();
-  StorePtr& store = (*open)[phrase("{}:{}:{}", launch.address, launch.port, launch.rank)];
+  StorePtr& store = (*open)[phrase("{}:{}:{}:{}", launch.address, launch.port, launch.rank, getpid())];
   try {
     if (!store) {
       store = open_store(launch, timeout);

@@ -21,14 +21,14 @@ struct Running {
 };
 
 Running& running() {
-  static auto* const all = new Running();
+  static auto* all = new Running();
+  if (all->process != getpid()) { // a forked child has none of them, and maybe a lock that one of them held
+    all = new Running();
+  }
   return *all;
 }
 
 void let_them_end() {
-  if (running().process != getpid()) {
-    return; // a forked child has none of them, and maybe a lock that one of them held
-  }
   std::unique_lock lock(running().mutex);
   running().ended.wait_for(lock, kPatienceAtExit, [] { return running().count == 0; });
 }
@@ -45,11 +45,16 @@ void in_background(std::function<void()> work) {
   static const int registered = std::atexit(let_them_end);
   static_cast<void>(registered);
   count(+1);
-  std::thread([work = std::move(work)]() mutable {
-    work();
-    work = nullptr; // what it owns goes before it is counted as ended
+  try {
+    std::thread([work = std::move(work)]() mutable {
+      work();
+      work = nullptr; // what it owns goes before it is counted as ended
+      count(-1);
+    }).detach();
+  } catch (...) { // the system has no more threads
     count(-1);
-  }).detach();
+    throw;
+  }
 }
 
 } // namespace fsdp

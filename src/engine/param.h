@@ -182,6 +182,8 @@ class alignas(64) Param {
   /// A gradient has arrived: takes it off the handle. Whether it is the last that its unit expects.
   bool take_gradient(const at::Tensor& handle);
   void forget_uses();
+  /// Of a backward that broke off.
+  void drop_gradient();
   /// See Unit.
   void show_waiting_gradient();
   void take_back_waiting_gradient();

@@ -214,6 +214,17 @@ void Param::forget_uses() {
   expected_ = 0;
 }
 
+void Param::drop_gradient() {
+  gradient.reset();
+  partial.reset();
+  const at::Tensor handle = present_handle();
+  const bool has_another = handle.defined() && handle.grad().defined() && !handle.grad().is_same(stand_in_);
+  if (has_another) { // one that was refused
+    stands_in_ = shard_gradient().defined();
+    handle.mutable_grad() = stands_in_ ? stand_in_ : at::Tensor();
+  }
+}
+
 bool Param::takes_part_in_reduction() const {
   const UnitPolicy& policy = unit_.policy;
   const bool was_put_off = partial.defined() && policy.requires_all_reduce;

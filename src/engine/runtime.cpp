@@ -352,6 +352,9 @@ void Runtime::end_step() {
 void Runtime::end_backward() {
   finish_backward();
   deliver_gradients();
+  auto guard = lock();
+  InternalScope scope;
+  each_unit([](Unit& unit) { unit.show_waiting_gradients(); }); // in the places of those that were delivered
 }
 
 void Runtime::finish_backward() {
@@ -387,10 +390,7 @@ void Runtime::finish_backward() {
       }
     }
   }
-  each_unit([step_is_over](Unit& unit) {
-    step_is_over ? unit.forget_uses() : unit.end_backward();
-    unit.show_waiting_gradients();
-  });
+  each_unit([step_is_over](Unit& unit) { step_is_over ? unit.forget_uses() : unit.end_backward(); });
   if (step_is_over) {
     training_.end_step();
     end_step();

@@ -517,9 +517,9 @@ void Unit::drop_shares() {
 void Unit::reset() {
   forget_uses();
   take_back_waiting_gradients();
+  order_release([this] { gradient_streams.join(); });
   for (auto& param : params_) {
-    param->gradient.reset();
-    param->partial.reset();
+    param->drop_gradient();
   }
   gradient_streams.clear();
   summoned = summoned_by_one = summoned_to_read = 0;

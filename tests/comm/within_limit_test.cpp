@@ -7,6 +7,8 @@
 #include <thread>
 
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 namespace fsdp::testing {
 namespace {
@@ -43,6 +45,26 @@ TEST_F(BackgroundDeathTest, WorkEndsBeforeTheProcessTakesItsThingsDown) {
           std::fputs("finished", stderr);
         });
         std::exit(0);
+      },
+      ::testing::ExitedWithCode(0),
+      "finished");
+}
+
+TEST_F(BackgroundDeathTest, AForkedChildsWorkEndsBeforeItToo) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  EXPECT_EXIT(
+      {
+        in_background([] { std::this_thread::sleep_for(std::chrono::hours(1)); });
+        const pid_t child = fork();
+        if (child == 0) {
+          in_background([] {
+            std::this_thread::sleep_for(milliseconds(20));
+            std::fputs("finished", stderr);
+          });
+          std::exit(0);
+        }
+        waitpid(child, nullptr, 0);
+        _exit(0);
       },
       ::testing::ExitedWithCode(0),
       "finished");

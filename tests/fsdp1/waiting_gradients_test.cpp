@@ -182,6 +182,20 @@ TEST_P(WaitingGradients, MixWithReducedOnesInAnyOrder) {
   });
 }
 
+TEST_P(WaitingGradients, ComeWhileOthersAreStillBeingReduced) {
+  run([](Waiting& waiting, bool original) {
+    auto unit = waiting.model.unit();
+    unit.set_is_last_backward(false);
+    waiting.backward(0);
+    unit.set_is_last_backward(true);
+    waiting.backward_in_no_sync(1);
+    expect_gradients(waiting.shown(), gradients_of_rank(rank(), {1}), original);
+    expect_gradients(waiting.reduced(), means({0}), original);
+    waiting.backward(2);
+    expect_gradients(waiting.reduced(), means({0, 1, 2}), original);
+  });
+}
+
 // It is added to what stands in `grad`, and may be the first that a backward brings.
 TEST_P(WaitingGradients, AreNotWhatAPenaltyOnRegisteredParametersIsAddedTo) {
   run([](Waiting& waiting, bool original) {

@@ -81,9 +81,11 @@ void break_off_and_go_on(const FullyShardOptions& options) {
   Stack stack(options);
   const auto wanted = stack.gradients_of_step();
   for (int round = 0; round < 3; ++round) {
+    const auto reads_no_weight = stack.layer(0).forward(subjects::data(rank(), round, {3, 6})).sum(); // in backward
     const auto loss = stack.loss(round + 1, [] { throw std::runtime_error("in the middle of backward"); });
     EXPECT_THROW(loss.backward(), std::runtime_error);
     EXPECT_GT(stack.root().unit()->runtime().reducer().in_flight(), 0);
+    EXPECT_THROW(reads_no_weight.backward(), Error);
     stack.root().reset_iter_state();
     EXPECT_EQ(stack.root().unit()->runtime().reducer().in_flight(), 0);
     expect_equal(stack.gradients_of_step(), wanted);

@@ -99,7 +99,10 @@ void NoticeBoard::wait_at(const Place& place) {
                           key = place_key(rank_),
                           text = phrase("{} {}", place.number, place.name),
                           over = over_.get_future().share()] { return listen(*store, key, text, over); };
-  reason_ = made_in_background<std::string>(listening).share();
+  try {
+    reason_ = made_in_background<std::string>(listening).share();
+  } catch (const std::exception&) { // the system has no thread for it: who waits may listen later
+  }
 }
 
 std::optional<std::string> NoticeBoard::heard() const {

@@ -3,6 +3,7 @@
 #include <exception>
 #include <utility>
 
+#include "base/caller.h"
 #include "base/check.h"
 
 namespace fsdp::shm {
@@ -64,6 +65,7 @@ Core::~Core() {
     return;
   }
   const Label label{"leave", ""};
+  const WithoutCallersLock no_callers_lock;
   try {
     collectives.advance();
     phases.publish_writes();
