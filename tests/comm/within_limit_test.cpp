@@ -58,7 +58,7 @@ TEST_F(BackgroundDeathTest, AForkedChildsWorkEndsBeforeItToo) {
         const pid_t child = fork();
         if (child == 0) {
           in_background([] {
-            std::this_thread::sleep_for(milliseconds(20));
+            std::this_thread::sleep_for(milliseconds(500));
             std::fputs("finished", stderr);
           });
           std::exit(0);
