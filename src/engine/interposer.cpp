@@ -394,11 +394,8 @@ void intercept_lists_of_lists(const c10::OperatorHandle& op, c10::DispatchKeySet
       touch(call);
     });
   }
-  {
-    c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
-  }
-  called_by_torch([&] { keep_writes(call); });
+  c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
 template <class Argument>

@@ -354,7 +354,9 @@ void Runtime::end_backward() {
   deliver_gradients();
   auto guard = lock();
   InternalScope scope;
-  each_unit([](Unit& unit) { unit.show_waiting_gradients(); }); // in the places of those that were delivered
+  if (!backward_.runs) { // another one, of which the end shows them
+    each_unit([](Unit& unit) { unit.show_waiting_gradients(); }); // in the places of those that were delivered
+  }
 }
 
 void Runtime::finish_backward() {

@@ -33,6 +33,9 @@ struct TakeBackFirst : torch::autograd::FunctionPreHook {
 } // namespace
 
 void WaitingGradient::show(const at::Tensor& shard, at::Tensor whole, Unit& unit) {
+  if (is_shown()) { // by a backward within a hook
+    return;
+  }
   watch(shard, unit);
   whole_ = std::move(whole);
   own_ = std::exchange(shard.mutable_grad(), whole_);

@@ -1,5 +1,8 @@
 // In no_sync gradients wait, whole, for the backward that reduces them: users see them and may drop them.
 
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
 #include "engine/unit.h"
 #include "fsdp1/train.h"
 #include "fsdp1/two_layers.h"
@@ -189,6 +192,30 @@ TEST_P(WaitingGradients, ComeWhileOthersAreStillBeingReduced) {
     waiting.backward(0);
     unit.set_is_last_backward(true);
     waiting.backward_in_no_sync(1);
+    expect_gradients(waiting.shown(), gradients_of_rank(rank(), {1}), original);
+    expect_gradients(waiting.reduced(), means({0}), original);
+    waiting.backward(2);
+    expect_gradients(waiting.reduced(), means({0, 1, 2}), original);
+  });
+}
+
+struct RunOnce final : torch::autograd::PostAccumulateGradHook {
+  explicit RunOnce(std::function<void()> body) : body(std::move(body)) {}
+  void operator()(const torch::autograd::Variable&) override {
+    if (const auto once = std::exchange(body, nullptr)) {
+      const c10::AutoGradMode records(true);
+      once();
+    }
+  }
+  std::function<void()> body;
+};
+
+TEST_P(WaitingGradients, ComeInAHookOnOneThatIsDelivered) {
+  run([](Waiting& waiting, bool original) {
+    const auto shard = waiting.model->parameters()[0];
+    torch::autograd::impl::set_post_acc_grad_hooks(
+        shard, std::make_unique<RunOnce>([&] { waiting.backward_in_no_sync(1); }));
+    waiting.backward(0);
     expect_gradients(waiting.shown(), gradients_of_rank(rank(), {1}), original);
     expect_gradients(waiting.reduced(), means({0}), original);
     waiting.backward(2);

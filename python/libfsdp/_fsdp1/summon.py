@@ -57,10 +57,13 @@ def _summon_own(
     shows_itself = instance.sharding_strategy is ShardingStrategy.NO_SHARD and not is_copied
     writeback = (writeback or (shows_itself and not offload_to_cpu)) and not rank0_only
     given = _give_empty_gradients(instance) if with_grads else []
-    with wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads) as wholes:
+    with contextlib.ExitStack() as guard:
+        try:
+            wholes = guard.enter_context(wholes_of(instance, writeback, rank0_only, offload_to_cpu, with_grads))
+        finally:
+            for part in given:
+                part.grad = None
         instance._summoned = True
-        for part in given:
-            part.grad = None
         try:
             yield wholes if writeback else {}
         finally:
