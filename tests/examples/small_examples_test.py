@@ -69,7 +69,7 @@ class SmallExamples(unittest.TestCase):
     def test_a_rank_of_mpiexec_may_start_mpiexec(self):
         names = "PMI_RANK={0} PMI_SIZE=2 MPI_LOCALRANKID={0} MPI_LOCALNRANKS=2"
         program = support.BIN / "01_fully_shard"
-        script = f'{names.format(0)} "{program}" & {names.format(1)} "{program}" & wait %1 && wait %2'
+        script = f'{names.format(0)} "{program}" & first=$!; {names.format(1)} "{program}" && wait $first'
         inner = self.start(
             ["bash", "-c", script],
             PMI_RANK="0", PMI_SIZE="1", MPI_LOCALRANKID="0", MPI_LOCALNRANKS="1", FSDP_TIMEOUT="60",
