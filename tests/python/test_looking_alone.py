@@ -177,14 +177,22 @@ class OfProducts(nn.Module):
         return x
 
 
+def unshard_second(model):
+    model.layers[1].unshard()
+
+
 def losses_of_products(looks, before_step, mesh, **options):
     model = seeded(OfProducts)
     model.looks = looks
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=CASTS, **options)
+    return losses_of(model, before_step)
+
+
+def losses_of(model, before_step):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
     losses = []
-    for step in range(3):
+    for step in range(4):
         before_step(model)
         loss = loss_of(model, mine(rows(step, WIDTH)))
         losses.append(loss.item())
@@ -196,12 +204,9 @@ def losses_of_products(looks, before_step, mesh, **options):
 
 @on_ranks(2)
 def test_within_a_forward_of_custom_functions_before_a_unit_that_was_unsharded():
-    def unshard(model):
-        model.layers[1].unshard()
-
     mesh = impatient()
-    expected = losses_of_products(False, unshard, mesh)
-    assert losses_of_products(True, unshard, mesh) == expected
+    expected = losses_of_products(False, unshard_second, mesh)
+    assert losses_of_products(True, unshard_second, mesh) == expected
 
 
 @on_ranks(4)
@@ -252,16 +257,7 @@ def test_within_a_part_of_the_model_that_is_called_by_itself():
         encoder.looks = looks
         for layer in (*encoder.layers, encoder, model[1], model):
             fully_shard(layer, mesh=mesh, mp_policy=CASTS)
-        optimizer = torch.optim.SGD(encoder.parameters(), lr=0.125)
-        losses = []
-        for step in range(4):
-            encoder.layers[1].unshard()
-            loss = loss_of(encoder, mine(rows(step, WIDTH)))
-            losses.append(loss.item())
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return losses
+        return losses_of(encoder, unshard_second)
 
     mesh = impatient()
     assert losses(True) == losses(False)
