@@ -100,12 +100,14 @@ FSDP_API void show_in_place(const at::Tensor& shard, std::shared_ptr<ShownShard>
 /// it, and returns null if not; `take_back` is given what `let_go` returned. Around all waiting.
 /// `raise` throws an Error found in the middle of an operator in a form that torch hands on to the program as it is.
 /// `interruption`: what the program's user has asked for on this thread meanwhile (KeyboardInterrupt), or null. Asked
-/// in long waits, which then end with it.
+/// in long waits, which then end with it. `raise_later` raises that as soon as the program goes on, and nothing else:
+/// it is called with what a wait at the end of a group has thrown.
 FSDP_API void set_caller(
     void* (*let_go)(),
     void (*take_back)(void* token),
     void (*raise)(std::exception_ptr error),
-    std::exception_ptr (*interruption)());
+    std::exception_ptr (*interruption)(),
+    void (*raise_later)(std::exception_ptr error));
 
 /// Every call of a sharded module is going to be a ModuleCall: graphs on its parameters that are made outside of all
 /// calls are no forwards, and do not keep parameters from being written.

@@ -38,6 +38,8 @@ void set_python_error(std::exception_ptr error);
 /// What a signal handler of Python's has raised (Ctrl-C: KeyboardInterrupt); null if nothing, or on other threads than
 /// the main one. Takes the GIL.
 std::exception_ptr python_interruption();
+/// Such an interruption, as soon as Python's code goes on; nothing for other errors.
+void raise_in_python_later(std::exception_ptr error);
 
 using NoGil = py::call_guard<py::gil_scoped_release>;
 

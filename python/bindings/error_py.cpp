@@ -1,3 +1,4 @@
+#include <memory>
 #include <string_view>
 #include <thread>
 
@@ -56,6 +57,24 @@ std::exception_ptr python_interruption() {
   python_error raised;
   raised.persist();
   return std::make_exception_ptr(raised);
+}
+
+static int raise_interruption(void* error) {
+  const std::unique_ptr<python_error> interruption(static_cast<python_error*>(error));
+  interruption->restore();
+  return -1;
+}
+
+void raise_in_python_later(std::exception_ptr error) {
+  try {
+    std::rethrow_exception(std::move(error));
+  } catch (const python_error& interruption) {
+    auto kept = std::make_unique<python_error>(interruption);
+    if (Py_AddPendingCall(&raise_interruption, kept.get()) == 0) {
+      kept.release(); // NOLINT(bugprone-unused-return-value): the call owns it
+    }
+  } catch (...) { // was no interruption
+  }
 }
 
 void bind_error(py::module_& m) {

@@ -196,7 +196,7 @@ std::pair<FSDPModule, Shards> shard_modules(
 
 void bind_front_end(py::module_& m) {
   python_interruption(); // notes the main thread
-  set_caller(&let_go_of_gil, &take_back_gil, &raise_in_python, &python_interruption);
+  set_caller(&let_go_of_gil, &take_back_gil, &raise_in_python, &python_interruption, &raise_in_python_later);
   py::class_<ShownShard, std::shared_ptr<ShownShard>>(m, "ShownShard");
   py::class_<DTensorShard, ShownShard, std::shared_ptr<DTensorShard>>(m, "DTensorShard")
       .def(py::init<py::object>(), py::arg("parameter"))

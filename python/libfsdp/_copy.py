@@ -21,7 +21,9 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     states = states_below(module)
     for state in states:
         state.follow()
-    sharded = list({id(each): each for state in states for _, _, each in state.sharded()}.values())
+    inside = set(module.modules())  # of units that are lists of modules, some may lie elsewhere
+    places = [place for state in states for place in state.sharded() if place[0] in inside]
+    sharded = list({id(each): each for _, _, each in places}.values())
     copied = {}  # by an optimizer's copy, for example, which is going to train the twin then
     for each in sharded:
         if each.is_extended:
@@ -38,13 +40,12 @@ def copy_sharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     stand_ins = {memo[id(each.parameter)] for each in copied}
     for state in _inner_first(states, module):
         _shard_alike(state, [pairs[each] for each in module.modules() if state_of(each) is state], stand_ins)
-    for state in states:
-        for owner, name, each in state.sharded():
-            if each in copied:
-                _copy_values(each, pairs[owner], name, copied.pop(each))
-                twins = Registered.of(pairs[owner]).sharded[name]
-                for part in ("parameter", "handle", "shadow"):
-                    memo[id(getattr(each, part))] = getattr(twins, part)
+    for owner, name, each in places:
+        if each in copied:
+            _copy_values(each, pairs[owner], name, copied.pop(each))
+            twins = Registered.of(pairs[owner]).sharded[name]
+            for part in ("parameter", "handle", "shadow"):
+                memo[id(getattr(each, part))] = getattr(twins, part)
     for each in pairs.values():
         if (state := state_of(each)) is not None:
             state.follow(each)

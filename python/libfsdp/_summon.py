@@ -43,10 +43,13 @@ def summoned(
                 f"libfsdp.summon_full_params does not show '{path}', which is part of a flat parameter: use "
                 "FullyShardedDataParallel.summon_full_params(model)"
             )
-        slots.append((path, local_of(registered[name]), functools.partial(_register_whole, given, owner, name)))
-        shown.append((owner, name, registered.sharded[name]))
+        former = registered[name]
+        # The second: of a module that nobody has sharded, and whose parameter is tied to a sharded one.
+        sharded = registered.sharded.get(name) or sharded_behind(local_of(former))
+        slots.append((path, local_of(former), functools.partial(_register_whole, given, owner, name, sharded)))
+        shown.append((owner, name, sharded, former))
     wholes = _C.Summoned(slots, only, writeback, rank0_only, offload_to_cpu, with_grads)
-    for owner, name, sharded in shown:
+    for owner, name, sharded, _ in shown:
         sharded.show_handle_in(owner, name)
     try:
         yield given
@@ -59,17 +62,21 @@ def summoned(
             finally:
                 wholes.end()
         finally:
-            for owner, name, sharded in shown:
+            for owner, name, sharded, former in shown:
                 sharded.show_handle_in(owner, name)
-                sharded.enter(owner, name)
+                if sharded.is_at(owner, name):
+                    sharded.enter(owner, name)
+                else:
+                    Registered.of(owner).exchange_quietly(name, former)
 
 
-def _register_whole(given: dict[Slot, Whole], owner: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    registered = Registered.of(owner)
+def _register_whole(
+    given: dict[Slot, Whole], owner: nn.Module, name: str, sharded: Sharded, tensor: torch.Tensor
+) -> None:
     tensor._is_param = True
-    shown = registered.sharded[name].as_given(tensor)
-    registered.exchange_quietly(name, shown)
-    given[owner, name] = Whole(shown, tensor, registered.sharded[name])
+    shown = sharded.as_given(tensor)
+    Registered.of(owner).exchange_quietly(name, shown)
+    given[owner, name] = Whole(shown, tensor, sharded)
 
 
 def _take_flags(wholes: dict[Slot, Whole]) -> None:

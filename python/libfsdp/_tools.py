@@ -91,11 +91,15 @@ def summon_full_params(
     """While it lasts, ``module.parameters()`` are whole, plain tensors, which may be read and written. What is
     assigned in their places is written back too. What was a DTensor before ``fully_shard`` is one as it was.
 
-    Collective at its beginning and at its end. Not in a backward. Between a forward and its backward for
-    reading: what is written then is a write to what the graph has saved.
+    Collective at its beginning and at its end. What users have registered in the places of parameters of the units
+    from ``module`` on is taken over first. Not in a backward. Between a forward and its backward for reading: what is written then is a write to what
+    the graph has saved.
     """
     state = state_of(module)
     _C.check_may_summon(_units_around(module) if recurse else [state.unit] if state else [], writeback)
+    for each in states_below(module):
+        if not each.intact():
+            each.follow()
     places = [
         (path, owner, name)
         for path, owner, name, parameter in named_slots(module)

@@ -24,6 +24,12 @@ std::exception_ptr callers_interruption() {
   return the_caller.interruption != nullptr ? the_caller.interruption() : nullptr;
 }
 
+void raise_interruption_later(std::exception_ptr error) {
+  if (the_caller.raise_later != nullptr) {
+    the_caller.raise_later(std::move(error));
+  }
+}
+
 void raise_to_caller() {
   if (the_caller.raise != nullptr) {
     the_caller.raise(std::current_exception());

@@ -16,6 +16,8 @@ struct Caller {
   void (*raise)(std::exception_ptr error) = nullptr;
   /// With what the program's user has interrupted this thread meanwhile, or null. Asked without the lock.
   std::exception_ptr (*interruption)() = nullptr;
+  /// Raises such an interruption as soon as the program goes on; nothing else.
+  void (*raise_later)(std::exception_ptr error) = nullptr;
 };
 
 /// Once, before the library is used.
@@ -36,6 +38,9 @@ class WithoutCallersLock {
 
 /// Null if nobody has interrupted what this thread does, or the caller has no word for it.
 std::exception_ptr callers_interruption();
+
+/// In a destructor that has caught `error`, which may be the user's interruption: that is not lost.
+void raise_interruption_later(std::exception_ptr error);
 
 /// Rethrows the Error that is being handled, in the caller's form if it has one.
 [[noreturn]] void raise_to_caller();

@@ -27,8 +27,6 @@ std::shared_ptr<Errands> Errands::of_rank(bool is_thread) {
   return of_process->errands;
 }
 
-std::atomic<int> Errands::in_process_ = 0;
-
 void Errands::add(Errand& errand) {
   ++in_process_;
   const std::scoped_lock lock(mutex_);
@@ -68,10 +66,7 @@ bool Errands::advance(const Errand* own) {
   return advanced;
 }
 
-bool Errands::advance_all() {
-  if (in_process_ == 0) {
-    return false;
-  }
+bool Errands::advance_of_process() {
   bool left = false;
   for (const bool is_thread : {true, false}) {
     const auto errands = of_rank(is_thread);

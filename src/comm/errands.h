@@ -39,7 +39,9 @@ class Errands {
   bool advance(const Errand* own);
   /// For a rank that waits outside of such groups: does what can be done of all that is begun on this thread or in this
   /// process. Returns whether something is left.
-  static bool advance_all();
+  static bool advance_all() {
+    return in_process_.load(std::memory_order_relaxed) > 0 && advance_of_process();
+  }
 
   /// Held while an errand is given, looked at or done.
   std::mutex& mutex() const {
@@ -47,7 +49,9 @@ class Errands {
   }
 
  private:
-  static std::atomic<int> in_process_; // of all ranks; most programs that wait elsewhere have none
+  static bool advance_of_process();
+
+  static inline std::atomic<int> in_process_ = 0; // of all ranks; most programs that wait elsewhere have none
 
   mutable std::mutex mutex_;
   std::vector<Errand*> all_;

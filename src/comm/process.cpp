@@ -22,6 +22,7 @@ struct Status {
   bool known = true; ///< false: /proc says nothing
   std::optional<uint64_t> start; ///< unset: has ended
   int32_t parent = 0; ///< 0: none that can be seen
+  std::string program; ///< the name's first 15 characters
 };
 
 std::string path_of(int32_t pid, const char* file) {
@@ -31,7 +32,7 @@ std::string path_of(int32_t pid, const char* file) {
 // The fields of /proc/<pid>/stat from the third on: the second, the program's name, may hold blanks and brackets.
 Status status_in(const std::string& line) {
   constexpr int kFieldsBetween = 17; // the parent is field 4, the start time field 22
-  const size_t bracket = line.rfind(')');
+  const size_t opens = line.find('('), bracket = line.rfind(')');
   std::istringstream fields(bracket == std::string::npos ? "" : line.substr(bracket + 1));
   char state = 'X';
   if (!(fields >> state) || state == 'X' || state == 'Z') {
@@ -45,7 +46,8 @@ Status status_in(const std::string& line) {
   }
   uint64_t start = 0;
   fields >> start;
-  return {.known = static_cast<bool>(fields), .start = start, .parent = parent};
+  const bool known = static_cast<bool>(fields);
+  return {.known = known, .start = start, .parent = parent, .program = line.substr(opens + 1, bracket - opens - 1)};
 }
 
 Status status_of(int32_t pid) {
@@ -53,11 +55,18 @@ Status status_of(int32_t pid) {
   std::ifstream file(path_of(pid, "stat"));
   if (!file) {
     const bool is_gone = errno == ENOENT && access("/proc/self/stat", F_OK) == 0;
-    return {.known = is_gone, .start = std::nullopt}; // else no file can be opened here
+    return {.known = is_gone, .start = std::nullopt, .parent = 0, .program = ""}; // else no file can be opened here
   }
   std::string line;
   std::getline(file, line);
   return status_in(line);
+}
+
+/// Of MPI. One that a rank of another has started was given that rank's variables itself.
+bool is_launcher(const std::string& program) {
+  static const std::set<std::string> names{
+      "hydra_pmi_proxy", "pmi_proxy", "mpispawn", "mpiexec", "mpiexec.hydra", "mpirun"};
+  return names.count(program) > 0;
 }
 
 /// Nothing where they cannot be read.
@@ -82,14 +91,17 @@ bool has_ended(int32_t pid, uint64_t started) {
 }
 
 std::optional<int32_t> giver_of(const std::vector<std::string>& assignments) {
-  for (int32_t process = getppid(); process > 0; process = status_of(process).parent) {
+  for (int32_t process = getppid(); process > 0;) {
     const auto given = environment_of(process);
     if (given.empty()) {
       return std::nullopt;
     }
-    if (!std::all_of(assignments.begin(), assignments.end(), [&](const auto& one) { return given.count(one) > 0; })) {
+    const auto has = [&](const auto& one) { return given.count(one) > 0; };
+    const Status status = status_of(process);
+    if (is_launcher(status.program) || !std::all_of(assignments.begin(), assignments.end(), has)) {
       return process;
     }
+    process = status.parent;
   }
   return std::nullopt;
 }
@@ -126,7 +138,11 @@ bool WatchedProcess::ended() const {
     return has_ended(pid_, started_);
   }
   pollfd ended{.fd = descriptor_, .events = POLLIN, .revents = 0};
-  return poll(&ended, 1, /*timeout=*/0) > 0;
+  if (poll(&ended, 1, /*timeout=*/0) <= 0) {
+    return false;
+  }
+  const Status status = status_of(pid_); // the program may have closed the descriptor, which then is another's
+  return status.known ? status.start != std::optional(started_) : (ended.revents & POLLIN) != 0;
 }
 
 std::string host_identity() {

@@ -14,8 +14,8 @@ std::optional<uint64_t> process_start(int32_t pid);
 /// Whether the process of this number and start has ended; no, where that cannot be found out.
 bool has_ended(int32_t pid, uint64_t started);
 
-/// The nearest ancestor that was not started with all of these in its environment ("NAME=value"): who gave them to this
-/// process, whatever wrappers stand between. Nothing where that cannot be seen.
+/// The nearest ancestor that is a launcher of MPI, or was not started with all of these in its environment
+/// ("NAME=value"): who gave them to this process, whatever wrappers stand between. Nothing where that cannot be seen.
 std::optional<int32_t> giver_of(const std::vector<std::string>& assignments);
 
 /// A process that is watched: whether it has ended costs one call of the system, where that can hand out a descriptor

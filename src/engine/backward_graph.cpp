@@ -33,12 +33,16 @@ bool BackwardGraph::has_older(uint64_t number, uint64_t thread) const {
          });
 }
 
-bool BackwardGraph::adds_to(const at::Tensor& leaf) const {
-  if (is_for_all_leaves()) {
+bool BackwardGraph::adds_to(const at::Tensor& leaf, const Wanted* wanted) {
+  if (wanted == nullptr || wanted->empty()) { // for all leaves
     return true;
   }
-  const auto found = wanted_->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
-  return found != wanted_->end() && found->second.needed_;
+  const auto found = wanted->find(torch::autograd::impl::try_get_grad_accumulator(leaf).get());
+  return found != wanted->end() && found->second.needed_;
+}
+
+bool BackwardGraph::current_adds_to(const at::Tensor& leaf) {
+  return adds_to(leaf, torch::autograd::get_current_graph_task_exec_info());
 }
 
 } // namespace fsdp::engine

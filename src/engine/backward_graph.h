@@ -36,14 +36,21 @@ class BackwardGraph {
     return has(leaf) && adds_to(leaf);
   }
   /// The same of a leaf that it has.
-  bool adds_to(const at::Tensor& leaf) const;
+  bool adds_to(const at::Tensor& leaf) const {
+    return adds_to(leaf, wanted_);
+  }
+  /// The same, of the backward that runs, asked for each gradient.
+  static bool current_adds_to(const at::Tensor& leaf);
 
  private:
   using Node = torch::autograd::Node;
+  using Wanted = std::unordered_map<Node*, torch::autograd::GraphTask::ExecInfo>;
+  static bool adds_to(const at::Tensor& leaf, const Wanted* wanted);
+
   int id_ = -1;
   bool kept_ = false;
   const std::unordered_set<Node*>* nodes_ = nullptr;
-  const std::unordered_map<Node*, torch::autograd::GraphTask::ExecInfo>* wanted_ = nullptr; // empty: all nodes
+  const Wanted* wanted_ = nullptr; // empty: all nodes
 };
 
 } // namespace fsdp::engine

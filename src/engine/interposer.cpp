@@ -41,7 +41,7 @@ constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
 struct Call {
   const OperatorTraits& traits;
   const std::string& name;
-  const bool in_backward = torch::autograd::get_current_graph_task_id() >= 0;
+  const int task = torch::autograd::get_current_graph_task_id(); // a backward; negative: none
   TouchedUnits units;
   const Param* first_handle = nullptr;
   const Param* first_number = nullptr; // of those handles that are computed with in `param_dtype`, if there is one
@@ -62,10 +62,6 @@ struct Call {
     }
   }
 };
-
-Phase phase_of(const Unit& unit, const Call& call) {
-  return call.in_backward ? unit.runtime().phase() : Phase::kForward;
-}
 
 // `view`: the handle, or a view of it, which need not be part of a graph.
 void note_use(Param& param, const at::Tensor& view, Phase phase) {
@@ -92,7 +88,7 @@ void follow_shard(Param& param) {
 }
 
 void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) {
-  const Phase phase = phase_of(param.unit(), call);
+  const Phase phase = param.unit().runtime().phase_in(call.task);
   const bool records = phase == Phase::kForward || c10::GradMode::is_enabled();
   if (records) {
     follow_shard(param);
@@ -246,8 +242,8 @@ void cast_inputs(const c10::FunctionSchema& schema, torch::jit::Stack& stack, c1
 
 bool is_in_use(const Unit& unit, const Call& call) {
   const Runtime& runtime = unit.runtime();
-  const Phase phase = phase_of(unit, call);
-  const bool is_noted = runtime.sees_all_writes() && (call.in_backward || runtime.reads_are_noted());
+  const Phase phase = runtime.phase_in(call.task);
+  const bool is_noted = runtime.sees_all_writes() && (call.task >= 0 || runtime.reads_are_noted());
   return unit.is_in_use(phase) && (is_noted || !Runtime::trains(phase)) &&
          (phase == Phase::kForward || runtime.in_backward());
 }

@@ -7,6 +7,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 namespace fsdp::engine {
 
@@ -203,32 +204,42 @@ struct CountDeregistrations final : c10::OpRegistrationListener {
 [[maybe_unused]] const auto& listening = *new c10::RegistrationHandleRAII(
     c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<CountDeregistrations>()));
 
-} // namespace
-
-const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
-  // Schemas keep their address as long as they are registered. The small table in front spares the hash map its modulo
-  // and its misses.
-  struct Entry {
-    const c10::FunctionSchema* schema = nullptr;
-    const OperatorTraits* traits = nullptr;
-  };
-  static thread_local std::array<Entry, 256> recent;
+const OperatorTraits& known_traits(const c10::FunctionSchema& schema, int64_t deregistered) {
   static thread_local std::unordered_map<const c10::FunctionSchema*, const OperatorTraits*> all;
   static thread_local std::deque<OperatorTraits> read; // kept: a call that runs may need them
   static thread_local int64_t known_until = 0;
-  if (const int64_t now = deregistrations.load(std::memory_order_relaxed); now != known_until) {
-    recent = {};
-    all.clear();
-    known_until = now;
+  if (std::exchange(known_until, deregistered) != deregistered) {
+    all.clear(); // another schema may have a former one's place
+  }
+  const OperatorTraits*& traits = all[&schema];
+  if (traits == nullptr) {
+    traits = &read.emplace_back(read_schema(schema));
+  }
+  return *traits;
+}
+
+} // namespace
+
+// Schemas keep their address as long as they are registered. The small table in front spares the hash map its modulo
+// and its misses.
+const OperatorTraits& traits_of(const c10::OperatorHandle& op) {
+  struct Recent {
+    struct Entry {
+      const c10::FunctionSchema* schema = nullptr;
+      const OperatorTraits* traits = nullptr;
+    };
+    std::array<Entry, 256> entries;
+    int64_t known_until = 0; // deregistrations
+  };
+  static thread_local Recent recent; // one variable of threads: to find one costs as much as to look into it
+  const int64_t now = deregistrations.load(std::memory_order_relaxed);
+  if (now != recent.known_until) {
+    recent = {.entries = {}, .known_until = now};
   }
   const c10::FunctionSchema* schema = &op.schema();
-  Entry& entry = recent[(reinterpret_cast<uintptr_t>(schema) >> 5) % recent.size()];
+  auto& entry = recent.entries[(reinterpret_cast<uintptr_t>(schema) >> 5) % recent.entries.size()];
   if (entry.schema != schema) {
-    auto found = all.find(schema);
-    if (found == all.end()) {
-      found = all.emplace(schema, &read.emplace_back(read_schema(*schema))).first;
-    }
-    entry = {schema, found->second};
+    entry = {schema, &known_traits(*schema, now)};
   }
   return *entry.traits;
 }

@@ -142,7 +142,7 @@ void Param::install_gradient_hooks(const at::Tensor& handle) {
     called_by_torch([&] {
       follow_requires_grad(); // users may have frozen it for another forward, and thawed it since
       const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
-      if (trainable() && BackwardGraph::current().adds_to(leaf)) { // else `autograd::grad` hands it to the caller
+      if (trainable() && BackwardGraph::current_adds_to(leaf)) { // else `autograd::grad` hands it to the caller
         take_off_stand_in(impl->mutable_grad());
       }
     });

@@ -72,6 +72,7 @@ struct Reducer::Reduction {
       return {{params.front(), flat}};
     }
     std::vector<std::pair<Param*, at::Tensor>> gradients;
+    gradients.reserve(params.size());
     for (size_t i = 0; i < params.size(); ++i) {
       gradients.emplace_back(params[i], slices[i]);
     }

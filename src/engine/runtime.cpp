@@ -168,7 +168,8 @@ bool Runtime::needs_old_values() {
 }
 
 bool Runtime::backward_runs() const {
-  return backward_.runs || (step_.has_forward && phase() == Phase::kBackward);
+  return backward_.runs ||
+         (step_.has_forward && phase_in(torch::autograd::get_current_graph_task_id()) == Phase::kBackward);
 }
 
 void Runtime::check_not_broken(const char* operation) const {
@@ -382,6 +383,7 @@ void Runtime::finish_backward() {
   reducer_.deliver_copies();
   const std::vector<Unit*> left(unsharded_);
   for (Unit* unit : left) {
+    unit->requested = unit->requested && !(step_is_over && reduces);
     if (unit->policy.reshard_after_backward && unit->held == 0 && !unit->requested) {
       unit->reshard();
     }

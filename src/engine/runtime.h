@@ -90,8 +90,10 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   /// An operator is about to read handles of these units: makes them whole. Of what is whole already nothing is
   /// learned, and nothing follows: one rank may look at it alone.
   void touch(const TouchedUnits& units);
-  /// In which what is read now is read: see [Note: forwards within backwards].
-  Phase phase() const;
+  /// In which what is read in a backward is read, or in none (-1): see [Note: forwards within backwards].
+  Phase phase_in(int task) const {
+    return task < 0 || task == step_.within ? Phase::kForward : Phase::kBackward;
+  }
   /// Whether no shard can have been written since it was gathered, except by operators; as far as touches tell.
   bool sees_all_writes() const {
     return !unseen_writes_;
@@ -241,7 +243,7 @@ class Runtime : public std::enable_shared_from_this<Runtime> {
   void deliver_gradients();
   bool takes_note(const Unit& unit, bool training) const;
   bool leads_here(const BackwardGraph& graph) const;
-  bool is_of_others(const BackwardGraph& graph) const;
+  bool backward_is_of_others() const;
   /// Whether it is known that a module is being called; to train, though custom functions do not record what they read.
   bool in_call() const {
     return expects_calls_ && running_calls > 0;

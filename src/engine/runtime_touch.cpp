@@ -64,26 +64,24 @@ bool Runtime::takes_note(const Unit& unit, bool training) const {
 // and all its nodes are younger than the end of our last call. (To a frozen model's input lead nodes of its call.
 // Nodes of a checkpoint's second run are younger, but the one that runs it is not.) Only where the program tells of its
 // calls.
-Phase Runtime::phase() const {
-  const int task = torch::autograd::get_current_graph_task_id();
-  return task < 0 || task == step_.within ? Phase::kForward : Phase::kBackward;
-}
-
-bool Runtime::is_of_others(const BackwardGraph& graph) const {
-  const bool may_be = expects_calls_ && !backward_.runs && !CheckpointBackward::active() && !leads_here(graph);
-  return may_be && (recorded_.until == 0 || !graph.has_older(recorded_.until, recorded_.thread));
+bool Runtime::backward_is_of_others() const {
+  if (!expects_calls_ || backward_.runs || CheckpointBackward::active()) {
+    return false;
+  }
+  const BackwardGraph graph = BackwardGraph::current();
+  return !leads_here(graph) && (recorded_.until == 0 || !graph.has_older(recorded_.until, recorded_.thread));
 }
 
 void Runtime::note_call() {
   calls_are_noted_ = true;
-  const BackwardGraph graph = BackwardGraph::current();
-  if (graph.id() < 0) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (task < 0) {
     recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
     return;
   }
   auto guard = lock();
-  if (is_of_others(graph)) {
-    step_.within = graph.id();
+  if (backward_is_of_others()) {
+    step_.within = task;
   }
 }
 
@@ -167,12 +165,13 @@ void Runtime::use(Unit& unit, Phase phase, bool training, Found& found) {
 
 void Runtime::touch(const TouchedUnits& units) {
   auto guard = lock();
-  if (phase() == Phase::kBackward && is_of_others(BackwardGraph::current())) {
-    step_.within = BackwardGraph::current().id();
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (phase_in(task) == Phase::kBackward && backward_is_of_others()) {
+    step_.within = task;
   }
-  const Phase phase = this->phase();
+  const Phase phase = phase_in(task);
   const bool training = trains(phase); // before the scope below turns grad mode off
-  if (training && torch::autograd::get_current_graph_task_id() < 0) {
+  if (training && task < 0) {
     step_.is_read = true;
     recorded_ = {Recorded::kOn, at::RecordFunction::currentThreadId()};
   }

@@ -456,9 +456,8 @@ int64_t Unit::gradient_bytes() const {
 }
 
 void Unit::show_waiting_gradients() {
-  const bool any =
-      std::any_of(params_.begin(), params_.end(), [](const auto& param) { return param->gradient.defined(); });
-  if (!policy.shows_waiting_gradients || !any) {
+  const auto waits = [](const auto& param) { return param->gradient.defined(); };
+  if (!policy.shows_waiting_gradients || std::none_of(params_.begin(), params_.end(), waits)) {
     return;
   }
   gradient_on_stream(/*adds=*/true);

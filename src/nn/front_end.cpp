@@ -158,8 +158,9 @@ void set_caller(
     void* (*let_go)(),
     void (*take_back)(void* token),
     void (*raise)(std::exception_ptr error),
-    std::exception_ptr (*interruption)()) {
-  set_caller(Caller{let_go, take_back, raise, interruption});
+    std::exception_ptr (*interruption)(),
+    void (*raise_later)(std::exception_ptr error)) {
+  set_caller(Caller{let_go, take_back, raise, interruption, raise_later});
 }
 
 static void begin_root(engine::Runtime& runtime) {

@@ -185,6 +185,24 @@ TEST(Processes, WithoutFileDescriptorsNobodyHasEnded) {
   EXPECT_FALSE(said);
 }
 
+// As programs do that become daemons; the next file that they open has its number.
+TEST(Processes, OneWhoseDescriptorTheProgramClosedHasNotEnded) {
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+  }
+  const int next = dup(STDERR_FILENO);
+  close(next);
+  const WatchedProcess process(child, process_start(child).value());
+  ASSERT_GE(dup2(STDERR_FILENO, next), 0);
+  EXPECT_FALSE(process.ended()) << "of a file one can always read or write";
+  close(next);
+  EXPECT_FALSE(process.ended()) << "of none";
+  kill(child, SIGKILL);
+  waitpid(child, nullptr, 0);
+  EXPECT_TRUE(process.ended());
+}
+
 int status_of(pid_t child) {
   int status = -1;
   waitpid(child, &status, 0);

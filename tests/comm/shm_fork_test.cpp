@@ -84,6 +84,22 @@ TEST(ShmFork, AChildIsToldThatItIsNoRank) {
   });
 }
 
+// Its next collective would wait for the first of these.
+TEST(ShmFork, AChildIsToldSoBeforeItLooksAtWhatItsParentHasBegun) {
+  on_processes(2, [] {
+    const auto group = join_processes(process_folder());
+    std::signal(SIGSEGV, SIG_DFL);
+    for (int i = 0; i < 12; ++i) {
+      start_reduce(*group, {.numels = {100'000}});
+    }
+    const auto end = end_of_child([&] {
+      EXPECT_TRUE(mentions(error_message([&] { start_reduce(*group, {.numels = {1000}}); }), "a forked child"));
+    });
+    EXPECT_EQ(end.status, 0) << end.said;
+    group->barrier(kTest);
+  });
+}
+
 // With all that its parent had begun, and through the functions that run at exit.
 TEST(ShmFork, AChildEnds) {
   static GroupPointer kept_until_exit;

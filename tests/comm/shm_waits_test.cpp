@@ -1,13 +1,18 @@
 #include <csignal>
+#include <exception>
+#include <functional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/caller.h"
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
+#include "support/error_message.h"
 
 namespace fsdp::testing {
 namespace {
@@ -80,6 +85,32 @@ TEST(ShmWaits, TimeInWhichAllAreStoppedDoesNotCount) {
       waitpid(child, nullptr, 0);
     }
     group->barrier(kTest);
+  });
+}
+
+struct Interruption : std::exception {};
+
+// Rank 0 waits until rank 1 has read its gradients.
+TEST(ShmWaits, AnInterruptionAtTheEndOfAGroupIsNotLost) {
+  on_processes(2, [] {
+    static std::exception_ptr later;
+    FileExchange exchange(process_folder(), process_rank(), 2);
+    auto group = shm_group(process_rank(), 2, std::ref(exchange), {std::chrono::seconds(60), /*arena=*/true});
+    if (group->rank() == 0) {
+      start_reduce(*group, {.numels = {100'000}});
+      set_caller(
+          {.interruption = [] { return std::make_exception_ptr(Interruption()); },
+           .raise_later = [](std::exception_ptr error) { later = std::move(error); }});
+      group.reset();
+      exchange("it is over");
+      ASSERT_TRUE(later);
+      EXPECT_THROW(std::rethrow_exception(later), Interruption);
+      set_caller({});
+    } else {
+      exchange("");
+      const auto said = error_message([&] { start_reduce(*group, {.numels = {100'000}}).work->wait(); });
+      EXPECT_TRUE(contains(said, "rank 0 was interrupted while it waited for rank 1")) << said;
+    }
   });
 }
 

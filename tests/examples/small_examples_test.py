@@ -2,10 +2,12 @@
 
 import math
 import os
+import pathlib
 import re
 import shutil
 import socket
 import subprocess
+import tempfile
 import unittest
 
 import support
@@ -77,6 +79,26 @@ class SmallExamples(unittest.TestCase):
         output, errors = inner.communicate(timeout=support.PATIENCE)
         self.assertEqual(inner.returncode, 0, output + errors)
         self.assert_both_keep_a_part(output)
+
+    def test_ranks_of_mpiexec_may_start_as_many_each(self):
+        """Whose launchers were given the variables of the rank that has started them."""
+        names = "PMI_RANK={0} PMI_SIZE=2 MPI_LOCALRANKID={0} MPI_LOCALNRANKS=2"
+        program = support.BIN / "01_fully_shard"
+        script = f'{names.format(0)} "{program}" & first=$!; {names.format(1)} "{program}" && wait $first'
+        with tempfile.TemporaryDirectory() as folder:
+            launcher = pathlib.Path(folder) / "hydra_pmi_proxy"
+            launcher.symlink_to(shutil.which("bash"))
+            outer = [
+                self.start(
+                    ["sh", "-c", f"{launcher} -c '{script}'; exit $?"],
+                    PMI_RANK=str(rank), PMI_SIZE="2", MPI_LOCALRANKID=str(rank), MPI_LOCALNRANKS="2", FSDP_TIMEOUT="60",
+                )
+                for rank in range(2)
+            ]
+            outputs = [rank.communicate(timeout=support.PATIENCE) for rank in outer]
+        self.assertEqual([rank.returncode for rank in outer], [0, 0], outputs)
+        for output, _ in outputs:
+            self.assert_both_keep_a_part(output)
 
     def test_mixed_precision_and_offload(self):
         output = self.train("02_mixed_precision_and_offload", 2)

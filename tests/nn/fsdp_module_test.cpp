@@ -143,6 +143,47 @@ TEST_P(FsdpModule, UnshardHoldsUntilReshard) {
   });
 }
 
+// A frozen part whose blocks the program fetches itself, while gradients are accumulated.
+TEST_P(FsdpModule, WhatWasUnshardedGoesAfterABackwardThatReducesNothing) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    model[0]->as<nn::Linear>()->weight.requires_grad_(false);
+    model[0]->as<nn::Linear>()->bias.requires_grad_(false);
+    const FullyShardOptions cast{.mp_policy = {.param_dtype = at::kDouble}};
+    auto frozen = fully_shard(*model[0], cast);
+    auto root = fully_shard(*model, cast);
+    root.set_requires_gradient_sync(false);
+    frozen.unshard();
+    torch::Tensor features;
+    {
+      torch::NoGradGuard no_grad;
+      features = model[0]->as<nn::Linear>()->forward(torch::ones({2, 4}, at::kDouble));
+    }
+    model[1]->as<nn::Linear>()->forward(features).sum().backward();
+    EXPECT_EQ(frozen.unit()->state(), UnitState::kSharded);
+  });
+}
+
+// Which brings no gradient of the model's: one rank may do that alone.
+TEST_P(FsdpModule, WhatWasUnshardedStaysWhenOneRankLooksAtTheGradientOfAnInput) {
+  on_threads(GetParam(), [] {
+    nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));
+    const FullyShardOptions cast{.mp_policy = {.param_dtype = at::kDouble}};
+    auto first = fully_shard(*model[0], cast), second = fully_shard(*model[1], cast);
+    fully_shard(*model, cast);
+    first.set_reshard_after_forward(false);
+    first.set_reshard_after_backward(false);
+    const auto x = torch::ones({2, 4}, at::kDouble).requires_grad_();
+    const auto features = model[0]->as<nn::Linear>()->forward(x);
+    second.unshard();
+    if (rank() == 0) {
+      torch::autograd::grad({features.sum()}, {x});
+    }
+    EXPECT_EQ(second.unit()->state(), UnitState::kWhole);
+    model->forward(x).sum().backward();
+  });
+}
+
 TEST_P(FsdpModule, GradientDivideFactorIsTheUnitsOwn) {
   on_threads(GetParam(), [] {
     nn::Sequential model(nn::Linear(4, 4), nn::Linear(4, 4));

@@ -221,6 +221,22 @@ def test_a_list_that_is_one_unit():
     assert all(torch.equal(p.to_local(), q.to_local()) for p, q in zip(twin.parameters(), layers.parameters()))
 
 
+@on_ranks(2, comm=("shm", "gloo"))
+def test_parts_of_a_list_that_is_one_unit():
+    """Each becomes a unit of its own, also where they are copied with the plain module that holds them."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4))
+    reference = copy.deepcopy(model)
+    fully_shard([model[0], model[1]])
+    for twin in (copy.deepcopy(model), nn.Sequential(*map(copy.deepcopy, model))):
+        values = dict(twin.named_parameters())
+        for name, parameter in reference.named_parameters():
+            assert torch.equal(whole(values[name]), parameter)
+        loss_of(twin, mine(rows(0, 4))).backward()
+        assert all(parameter.grad is not None for parameter in values.values())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(model(mine(rows(0, 4))), reference(mine(rows(0, 4))))
+
+
 @on_ranks(2, comm=("gloo",))
 def test_collectives_of_the_users_are_the_copys_too():
     calls = []

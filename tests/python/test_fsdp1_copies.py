@@ -142,3 +142,17 @@ def test_copies_reduce_as_the_original():
     twin = copy.deepcopy(frozen)
     loss_of(twin, rows(0, 5)).backward()
     assert twin.block._flat_param.grad is None and twin._flat_param.grad is not None
+
+
+@on_ranks(2, comm=("shm",))
+def test_hooks_of_the_wrapper_are_called_as_the_originals():
+    model, called = made(), []
+    model.register_forward_pre_hook(lambda _, args, kwargs: ((args[0] * 2,), kwargs), with_kwargs=True)
+    model.register_forward_hook(lambda _module, args, kwargs, output: called.append("after"), with_kwargs=True)
+    model.register_full_backward_hook(lambda *_: called.append("backward"))
+    twin = copy.deepcopy(model)
+    losses = [loss_of(each, rows(0, 5)) for each in (model, twin)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    assert called == ["after", "after", "backward", "backward"]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 import libfsdp
 from harness import on_ranks
@@ -406,3 +406,48 @@ def test_ranks_that_are_shown_nothing_do_not_wait_for_one_that_is():
             with pytest.raises(RuntimeError, match="already shown on one rank"):
                 with libfsdp.summon_full_params(each, writeback=False):
                     pass
+
+
+@on_ranks(2)
+def test_what_a_plain_parent_was_given_is_taken_over_before_it_is_shown():
+    model, source = nn.Sequential(seeded(mlp)), seeded(mlp, 7)
+    fully_shard(model[0])
+    sharded = dict(shard_with(fully_shard, seeded(mlp, 7)).named_parameters())
+    model.load_state_dict({f"0.{name}": value.detach().clone() for name, value in sharded.items()}, assign=True)
+    with libfsdp.summon_full_params(model, writeback=False):
+        for name, parameter in model[0].named_parameters():
+            assert torch.equal(parameter, source.get_parameter(name)) and not isinstance(parameter, DTensor)
+        assert torch.equal(model[0](mine(rows(0, 5))), source(mine(rows(0, 5))))
+
+
+@pytest.mark.parametrize("registered", ["before", "after"])
+@on_ranks(2)
+def test_a_weight_tied_to_a_module_that_nobody_has_sharded_is_shown_there_too(registered):
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 5, bias=False))
+    model[1].weight = model[0].weight
+    former = model[0].weight.detach().clone()
+    fully_shard(model[0])
+    if registered == "after":
+        model[1].weight = dict(model[0].named_parameters())["weight"]
+    there = model[1]._parameters["weight"]
+    with libfsdp.summon_full_params(model), torch.no_grad():
+        assert [name for name, _ in model.named_parameters()] == ["0.weight"]
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert torch.equal(parameter, former) and not isinstance(parameter, DTensor), name
+        model[1].weight.add_(1)
+    assert model[1]._parameters["weight"] is there
+    assert torch.equal(whole(dict(model[0].named_parameters())["weight"]), former + 1)
+
+
+@on_ranks(2, comm=("shm",))
+def test_a_dtensor_tied_to_a_module_that_nobody_has_sharded_is_shown_there_too():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    values = torch.arange(16.0).view(4, 4)
+    model[0].weight = model[1].weight = nn.Parameter(distribute_tensor(values, mesh["tp"], [Replicate()]))
+    there = model[1]._parameters["weight"]
+    fully_shard(model[0], mesh=mesh["dp"])
+    with libfsdp.summon_full_params(model):
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            assert torch.equal(whole(parameter), values) and parameter.device_mesh == mesh["tp"], name
+    assert model[1]._parameters["weight"] is there

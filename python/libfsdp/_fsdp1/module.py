@@ -37,6 +37,17 @@ from .summon import summon
 from .unit import engine_options, make_unit, refuse_optimizers_in_backward
 
 HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
+COPIED_OF_MODULES = {
+    "training",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_forward_hooks",
+    "_forward_hooks_always_called",
+    "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+}
 SHARED_BY_COPIES = ("process_group", "_inter_node_pg", "_device_mesh", "_groups", "_comm_hook")
 
 
@@ -408,7 +419,7 @@ class FullyShardedDataParallel(nn.Module):
         self._assert_state([TrainingState.IDLE, TrainingState.FORWARD_BACKWARD])
         twin = memo[id(self)] = type(self).__new__(type(self))
         nn.Module.__init__(twin)
-        own = (vars(twin).keys() | {"_fsdp_state", "_ignored"}) - {"training", "_forward_hooks", "_forward_pre_hooks"}
+        own = (vars(twin).keys() | {"_fsdp_state", "_ignored"}) - COPIED_OF_MODULES
         for name, value in vars(self).items():
             if name not in own:
                 vars(twin)[name] = value if name in SHARED_BY_COPIES else copy.deepcopy(value, memo)

@@ -202,6 +202,7 @@ std::optional<uint64_t> Collectives::oldest_kept(size_t beyond) {
 }
 
 void Collectives::await_kept(size_t limit, const Label& label) {
+  members_.throw_if_failed(label); // also in a forked child, of which these are not
   while (const auto number = oldest_kept(limit)) {
     while (members_.mine().finished.load(std::memory_order_relaxed) < *number) {
       finish_first(label);

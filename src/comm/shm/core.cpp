@@ -74,6 +74,7 @@ Core::~Core() {
       collectives.await_kept(0, label);
     }
   } catch (const std::exception&) { // the others will hear of it by themselves
+    raise_interruption_later(std::current_exception());
   }
   if (members->failed() && members->one_process()) {
     members->await_readers();
