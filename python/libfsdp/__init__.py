@@ -4,9 +4,10 @@ engine.
 Replace ``from torch.distributed.fsdp import`` by ``from libfsdp import`` and keep the rest.
 """
 
-from ._torch import check_torch
+from ._torch import check_torch, let_higher_order_operators_through
 
 check_torch()
+let_higher_order_operators_through()
 
 from torch.distributed.fsdp import (  # noqa: E402
     BackwardPrefetch,

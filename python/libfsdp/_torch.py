@@ -1,4 +1,4 @@
-"""Whether the torch that is installed is one that this package can work with."""
+"""The torch that is installed: whether this package can work with it, and what it has to be told."""
 
 MINIMUM = (2, 11)
 
@@ -24,3 +24,20 @@ def check_torch() -> None:
             f"libfsdp does not load with torch {torch.__version__}; it was built against another one, or not at all "
             f"({error}): pip install --no-build-isolation --force-reinstall --no-deps . builds it anew"
         ) from error
+
+
+def let_higher_order_operators_through() -> None:
+    """``torch.cond``, ``flex_attention`` and the like are dispatched in Python, and would look for kernels for the keys
+    that mark sharded parameters (``src/engine/tenant.h``). The operators in them are seen as any others."""
+    import torch
+    from torch import _ops
+
+    try:
+        of_new, there = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _ops._higher_order_ops
+    except AttributeError:  # a torch that does it in another way: these operators are errors
+        return
+    for name in ("DeferredInit", "CustomRNGKeyId"):
+        key = torch._C._parse_dispatch_key(name)
+        of_new.append(key)
+        for operator in there.values():
+            operator.fallthrough(key)

@@ -72,8 +72,8 @@ class Save {
       check(dir_, step_, options_);
       BackgroundSave::expect_settled(dir_, label_.operation);
       of_rank = state();
-      mine_.make_folder();
     });
+    together([&] { mine_.make_folder(); }); // removes what is there, which may be what a rank has refused to write over
     Seats seats;
     seats.add(of_rank);
     seats.exchange(*group_, label_);

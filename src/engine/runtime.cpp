@@ -95,6 +95,8 @@ void Runtime::adopt(Runtime& other) {
   other.reducer_.finish();
   other.reducer_.deliver_copies();
   other.deliver_gradients();
+  wait_stream(reduce_stream_, other.reduce_stream_); // parts that wait for their all-reduce may be added there yet
+  wait_stream(all_reduce_stream_, other.all_reduce_stream_);
   step_.has_begun = step_.has_begun || other.step_.has_begun;
   step_.has_forward = step_.has_forward || other.step_.has_forward;
   step_.is_read = step_.is_read || other.step_.is_read;

@@ -18,6 +18,7 @@ void Runtime::write(Unit& unit, Param& param) {
   InternalScope scope;
   param.values_change(); // for graphs that no forward has made: whoever goes back through them is told
   if (param.bucket().is_private()) {
+    unit.wait(); // on another stream, perhaps
     return;
   }
   FSDP_CHECK(

@@ -455,27 +455,29 @@ int64_t Unit::gradient_bytes() const {
   return total;
 }
 
-void Unit::show_waiting_gradients() {
-  const auto waits = [](const auto& param) { return param->gradient.defined(); };
-  if (!policy.shows_waiting_gradients || std::none_of(params_.begin(), params_.end(), waits)) {
+static void move_waiting_gradients(Unit& unit, void (Bucket::*move)()) {
+  if (!unit.policy.shows_waiting_gradients) {
     return;
   }
-  gradient_on_stream(/*adds=*/true);
-  for (auto& bucket : buckets_) {
-    bucket->show_waiting_gradients();
+  const auto waits = [](const auto& param) { return param->gradient.defined(); };
+  const bool any = std::any_of(unit.params().begin(), unit.params().end(), waits);
+  if (any) {
+    unit.gradient_on_stream(/*adds=*/true);
   }
-  if (on_streams_) { // they may have been copied here, and given their memory back to other streams
-    gradient_streams.join();
+  for (const auto& bucket : unit.buckets()) {
+    ((*bucket).*move)();
+  }
+  if (any) { // they may be copied here, and give their memory back to other streams
+    unit.gradient_streams.join();
   }
 }
 
+void Unit::show_waiting_gradients() {
+  move_waiting_gradients(*this, &Bucket::show_waiting_gradients);
+}
+
 void Unit::take_back_waiting_gradients() {
-  if (!policy.shows_waiting_gradients) {
-    return;
-  }
-  for (auto& bucket : buckets_) {
-    bucket->take_back_waiting_gradients();
-  }
+  move_waiting_gradients(*this, &Bucket::take_back_waiting_gradients);
 }
 
 void Unit::follow_requires_grad() {

@@ -120,8 +120,8 @@ std::vector<torch::nn::Module*> all_below(torch::nn::Module& module) {
   return all;
 }
 
-/// What no unit takes: the states that were named, and all of the modules that were.
-std::vector<at::Tensor> ignored_params_of(torch::nn::Module& root, const FSDPOptions& options) {
+/// What no unit takes, and what stays where it is: the states that were named, and all of the modules that were.
+std::vector<at::Tensor> ignored_states_of(torch::nn::Module& root, const FSDPOptions& options) {
   FSDP_CHECK(
       options.ignored_modules.empty() || options.ignored_states.empty(),
       "[{}] Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states.",
@@ -144,6 +144,9 @@ std::vector<at::Tensor> ignored_params_of(torch::nn::Module& root, const FSDPOpt
           each->name());
       for (const auto& item : each->named_parameters(/*recurse=*/false)) {
         ignored.push_back(item.value());
+      }
+      for (const auto& buffer : each->buffers(/*recurse=*/false)) {
+        ignored.push_back(buffer);
       }
     }
   }
@@ -296,15 +299,18 @@ void wrap_below(torch::nn::Module& module, const FSDPOptions& options, const std
   }
 }
 
-void move(torch::nn::Module& module, c10::Device device) {
+void move(torch::nn::Module& module, c10::Device device, const std::vector<at::Tensor>& ignored) {
   const at::NoGradGuard no_grad;
+  const auto stays = [&](const at::Tensor& tensor) {
+    return std::any_of(ignored.begin(), ignored.end(), [&](const auto& each) { return each.is_same(tensor); });
+  };
   for (auto* each : all_below(module)) {
     auto tensors = each->parameters(/*recurse=*/false);
     const auto buffers = each->buffers(/*recurse=*/false);
     tensors.insert(tensors.end(), buffers.begin(), buffers.end());
     for (auto& tensor : tensors) {
       const bool has_values = tensor.defined() && !tensor.is_meta() && engine::recorded_storage_of(tensor) == nullptr;
-      if (has_values && tensor.device() != device && !is_sharded(tensor)) {
+      if (has_values && tensor.device() != device && !is_sharded(tensor) && !stays(tensor)) {
         tensor.set_data(tensor.to(device));
       }
     }
@@ -332,10 +338,10 @@ FSDPInstance detail::wrap_module(torch::nn::Module& module, const FSDPOptions& o
       kOperation,
       arrangement_of(options).first.device(),
       options.device_id.value_or(c10::kCPU));
-  const auto ignored = ignored_params_of(module, options);
+  const auto ignored = ignored_states_of(module, options);
   materialize(module, options);
   if (options.device_id) {
-    move(module, *options.device_id);
+    move(module, *options.device_id, ignored);
   }
   if (options.auto_wrap_policy) {
     wrap_below(module, options, ignored);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -49,6 +50,11 @@ void choose(Config& config, const std::optional<Config>& given, StateDictType ty
       what,
       type_name(type));
   config = given.value_or(config);
+}
+
+std::string name_of(const FSDPInstance::Impl& instance) {
+  const auto unit = instance.weak_unit.lock();
+  return unit ? unit->display_name() : "";
 }
 
 Instances instances_of(torch::nn::Module& module) {
@@ -201,7 +207,9 @@ StateDictSettings get_state_dict_type(ModuleRef given) {
   for (const auto& instance : all) {
     FSDP_CHECK(
         same(instance->state_dict_settings, all[0]->state_dict_settings),
-        "[get_state_dict_type] All FSDP modules must have the same state dict settings: set them on the outermost");
+        "[state_dict_type] All FSDP modules must have the same state dict settings, but '{}' has others than the "
+        "outermost: end its state_dict_type guard, or set_state_dict_type on it to what the outermost has, first",
+        name_of(*instance));
   }
   return all.empty() ? StateDictSettings() : all[0]->state_dict_settings;
 }

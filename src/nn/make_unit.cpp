@@ -334,10 +334,13 @@ void materialize_what_is_not_cut(const Found& found, const std::vector<ModuleVie
   }
 }
 
-void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device) {
+void move_buffers(const std::vector<at::Tensor>& buffers, c10::Device device, const std::vector<at::Tensor>& ignored) {
   engine::InternalScope scope;
+  const auto stays = [&](const at::Tensor& buffer) {
+    return std::any_of(ignored.begin(), ignored.end(), [&](const auto& each) { return each.is_same(buffer); });
+  };
   for (const auto& buffer : buffers) {
-    if (buffer.defined() && !buffer.is_meta() && buffer.device() != device) {
+    if (buffer.defined() && !buffer.is_meta() && buffer.device() != device && !stays(buffer)) {
       buffer.set_data(buffer.to(device));
     }
   }
@@ -359,7 +362,7 @@ std::shared_ptr<Unit> make_unit(
   name_parameters(found.slots);
   register_shards(found, *unit);
   for (const auto& module : modules) {
-    move_buffers(module.buffers, unit->device());
+    move_buffers(module.buffers, unit->device(), options.ignored_params);
   }
   unit->set_name(modules.size() == 1 ? "" : join(names));
   adopt_units_below(modules, unit);

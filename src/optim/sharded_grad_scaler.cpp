@@ -1,6 +1,7 @@
 #include <fsdp/sharded_grad_scaler.h>
 
 #include <algorithm>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -61,14 +62,19 @@ std::vector<AlikeGradients> lists_of_gradients(torch::optim::Optimizer& optimize
   return lists;
 }
 
-// Where the group's collectives work: the same on all ranks, also where there are no gradients, or offloaded ones.
+// Where the group's collectives work: the same on all ranks, also where there are no gradients, or offloaded ones, or
+// ranks have left other parameters to themselves.
 c10::Device device_of_collectives(torch::optim::Optimizer& optimizer) {
+  std::optional<c10::Device> of_plain;
   for (const auto& group : optimizer.param_groups()) {
     for (const auto& parameter : group.params()) {
-      return is_sharded(parameter) ? sharded(parameter).mesh.device() : parameter.device();
+      if (is_sharded(parameter)) {
+        return sharded(parameter).mesh.device();
+      }
+      of_plain = of_plain.value_or(parameter.device());
     }
   }
-  return c10::kCPU;
+  return of_plain.value_or(c10::kCPU);
 }
 
 // Whether any of this rank's gradients are not finite.

@@ -1,5 +1,7 @@
 #include "state/all_ranks.h"
 
+#include <exception>
+
 #include "base/check.h"
 #include "engine/bucket.h"
 
@@ -26,6 +28,19 @@ std::vector<std::string> unpacked(const std::string& all) {
 }
 
 } // namespace
+
+std::string text_or_reason(const std::function<std::string()>& body) {
+  try {
+    return '+' + body();
+  } catch (const std::exception& error) {
+    return '-' + std::string(error.what());
+  }
+}
+
+std::string text_in(const std::string& told) {
+  FSDP_CHECK(told.rfind('-', 0) != 0, "{}", told.substr(1));
+  return told.substr(1);
+}
 
 std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label) {
   std::vector<std::string> all{mine};

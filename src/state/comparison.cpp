@@ -15,11 +15,12 @@ const at::Tensor& elements_of(const at::Tensor& whole) {
 const at::Tensor& elements_of(const HeldTensor& piece) {
   return piece.local;
 }
-bool has_values(const at::Tensor& elements) {
-  return elements.layout() == c10::kStrided && !elements.is_meta();
-}
 
 } // namespace
+
+bool has_values(const at::Tensor& tensor) {
+  return tensor.layout() == c10::kStrided && !tensor.is_meta();
+}
 
 template <typename Values>
 IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state) {

@@ -10,6 +10,9 @@
 /// Of a model with a state dict, before that is loaded. `Values`: StateDict or ShardedStateDict.
 namespace fsdp::state {
 
+/// Whether a tensor has elements to load, as one that is sparse or on the meta device has not.
+bool has_values(const at::Tensor& tensor);
+
 template <typename Values>
 IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state);
 

@@ -103,6 +103,17 @@ bool GatheredPieces::gives(const HeldTensor& piece) const {
   return !mesh_ || (piece.mesh ? piece.first_replica : is_first_);
 }
 
+// Of what this rank is going to give.
+void GatheredPieces::check_values() const {
+  for (const auto& item : mine_.state) {
+    for (const auto& [key, piece] : item.value().tensors) {
+      if (own_.count(item.key()) != 0 || (gives(piece) && piece.local.numel() > 0)) {
+        check_has_values(piece.local, key, item.key(), label_.operation);
+      }
+    }
+  }
+}
+
 std::vector<std::string> GatheredPieces::from_all_ranks(const std::string& text) const {
   return mesh_ ? state::from_all_ranks(*mesh_, text, label_) : std::vector<std::string>{text};
 }
@@ -127,8 +138,12 @@ OptimStateDict GatheredPieces::outline_of(const ShardedOptimStateDict& pieces, b
 }
 
 void GatheredPieces::agree_on_outline() {
-  for (const auto& text : from_all_ranks(encode(outline_of(mine_, /*own=*/false)))) {
-    OptimStateDict of_rank = decode(text);
+  const auto outline_here = [this] {
+    check_values();
+    return encode(outline_of(mine_, /*own=*/false));
+  };
+  for (const auto& told : from_all_ranks(text_or_reason(outline_here))) {
+    OptimStateDict of_rank = decode(text_in(told));
     auto groups = std::move(outline_.param_groups.empty() ? of_rank.param_groups : outline_.param_groups);
     check_alike(outline_, of_rank, label_.operation);
     outline_ = merge({std::move(outline_), std::move(of_rank)}, label_.operation);

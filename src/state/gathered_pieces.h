@@ -37,6 +37,7 @@ class GatheredPieces {
   void agree_on_outline();
   void add_own_and_check();
   void check_complete() const;
+  void check_values() const;
   void sum_over_ranks(const at::Tensor& numbers) const;
 
   const OptimizerOfModel& here_;

@@ -6,6 +6,7 @@
 #include <fsdp/front_end.h>
 
 #include "engine/internal_scope.h"
+#include "state/all_ranks.h"
 #include "state/first_rank.h"
 #include "state/gathered_pieces.h"
 #include "state/optim_comparison.h"
@@ -26,6 +27,16 @@ OptimizerByName::Values numbers_of(const OptimizerByName::Values& values) {
     numbers[key] = value.isTensor() && value.toTensor().numel() == 1 ? c10::IValue(value.toTensor().item()) : value;
   }
   return numbers;
+}
+
+void check_all_have_values(const OptimStateDict& dict, const char* operation) {
+  for (const auto& item : dict.state) {
+    for (const auto& [key, tensor] : item.value().tensors) {
+      if (tensor.defined()) {
+        check_has_values(tensor, key, item.key(), operation);
+      }
+    }
+  }
 }
 
 /// `whole_of`, asked for each tensor of `outline`: the whole, which may go once its piece is copied.
@@ -74,7 +85,11 @@ ShardedOptimStateDict pieces_of_whole(const OptimizerOfModel& here, const OptimS
 
 ShardedOptimStateDict pieces_of_first_rank(const OptimizerOfModel& here, const OptimStateDict& state) {
   const FromFirstRank first(here.tensors, here.operation);
-  const OptimStateDict outline = decode(first.text(first.is_first() ? encode(state) : ""));
+  const auto outline_here = [&] {
+    check_all_have_values(state, here.operation);
+    return encode(state);
+  };
+  const OptimStateDict outline = decode(text_in(first.text(first.is_first() ? text_or_reason(outline_here) : "")));
   check_optim_state(here, outline);
   return pieces(here, outline, [&](const auto& name, const auto& key, const at::Tensor& like) {
     return first.values(like.sizes(), like.scalar_type(), tensor_in(state, name, key));

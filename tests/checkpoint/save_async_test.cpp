@@ -323,6 +323,28 @@ TEST_F(AsyncSave, OfAnotherGroupIntoTheSameFolderIsRefused) {
   EXPECT_EQ(save(folder(), {.model = model, .step = 2}, {.group = another}), folder() + "/step-00000002");
 }
 
+// The first rank, which makes the folder, does not know of it.
+TEST_F(AsyncSave, OfSomeRanksIsLeftAloneByASaveOfAllThatIsRefused) {
+  on_processes(2, [] {
+    const std::string folder = (process_folder() / "runs").string();
+    init();
+    torch::nn::Linear model(2, 2);
+    std::optional<PendingSave> pending;
+    const HeldFlush held("rank-00000.safetensors");
+    if (rank() == 1) {
+      pending = save_async(folder, {.model = model, .step = 1}, {.group = group_of_one()});
+    }
+    const auto message = error_message([&] { save(folder, {.model = model, .step = 2}); });
+    EXPECT_TRUE(contains(message, "is being written into by save_async, for another group")) << message;
+    HeldFlush::release();
+    if (rank() == 1) {
+      EXPECT_EQ(pending->wait(), folder + "/step-00000001");
+      EXPECT_EQ(latest(folder), folder + "/step-00000001");
+    }
+    shutdown();
+  });
+}
+
 TEST_F(AsyncSave, IsWrittenWhereItsFolderWasAtTheCall) {
   torch::nn::Linear model(2, 2);
   disk::make_folders(folder() + "/other");

@@ -199,6 +199,8 @@ TEST_P(StateDictTypes, NestAndAreRestored) {
     EXPECT_TRUE(std::get<FullOptimStateDictConfig>(now.optim_state_dict_config).rank0_only);
     set_state_dict_type(model->ptr(0), kShardedStateDict);
     EXPECT_TRUE(contains(error_message([&] { get_state_dict_type(model); }), "must have the same"));
+    const auto said = error_message([&] { set_state_dict_type(model, kFullStateDict); });
+    EXPECT_TRUE(contains(said, "has others than the outermost: end its state_dict_type guard, or")) << said;
   });
 }
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from harness import on_ranks
@@ -514,3 +515,62 @@ def test_nested_inputs_of_a_module_without_parameters_move():
     x = torch.ones(2)
     model((x, (x, x)), more={"x": x})
     assert model.seen == ["meta"] * 4
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.other = nn.Parameter(torch.rand(5, 5)), nn.Parameter(torch.rand(5))
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x, w: x @ w + self.other, lambda x, w: x - x @ w, (x, self.weight))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@on_ranks(1, 2)
+def test_branches_that_torch_cond_chooses_from(dtype):
+    reference, model = seeded(Branches), fully_shard(seeded(Branches), mp_policy=MixedPrecisionPolicy(param_dtype=dtype))
+    x = mine(rows(0, 5))
+    for sign in (1, -1):
+        with torch.no_grad():
+            torch.testing.assert_close(model(sign * x), reference(sign * x), check_dtype=False)
+        (model(sign * x) ** 2).sum().backward()
+    for step in (1, -1):
+        for part in rows(0, 5).split(len(x)):
+            ((reference(step * part) ** 2).sum() / dist.get_world_size()).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias, self.inner = nn.Parameter(torch.rand(1)), nn.Linear(5, 16)
+
+    def forward(self, x):
+        heads = self.inner(x).view(1, 1, -1, 16)
+        return flex_attention(heads, heads, heads, score_mod=lambda score, b, h, i, j: score + self.bias[h])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@on_ranks(2)
+def test_flex_attention_with_a_parameter_in_its_score():
+    reference, model = seeded(Attention), fully_shard(seeded(Attention))
+    with torch.no_grad():
+        x = mine(rows(0, 5))
+        torch.testing.assert_close(model(x), reference(x))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@on_ranks(2)
+def test_vmap_over_samples(dtype):
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    reference, model = seeded(mlp), shard_with(fully_shard, seeded(mlp), mp_policy=policy)
+    x = mine(rows(0, 5))
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(model)(x), torch.vmap(reference)(x), check_dtype=False)
+    torch.vmap(model)(x).sum().backward()
+    for part in rows(0, 5).split(len(x)):
+        (torch.vmap(reference)(part).sum() / dist.get_world_size()).backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(whole(ours.grad), theirs.grad)

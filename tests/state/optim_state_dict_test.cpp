@@ -247,6 +247,28 @@ TEST_P(OptimStateDicts, OfAnotherOptimizerAreAnErrorThatChangesNothing) {
   });
 }
 
+// Or the others would wait for the first rank, which cannot send it.
+TEST_P(OptimStateDicts, WithoutValuesAreAnErrorThatChangesNothing) {
+  on_threads(GetParam(), [] {
+    for (const bool sparse : {false, true}) {
+      Training training(Form::kRows, Kind::kAdam, 10);
+      training.steps(0, 1, Form::kRows);
+      const auto before = training.state();
+      auto dict = training.state();
+      auto& state = dict.state["first.weight"].tensors.at("exp_avg");
+      state = sparse ? state.to_sparse() : state.to(torch::kMeta);
+      if (rank() != 0) {
+        dict = OptimStateDict();
+      }
+      const LoadOptimStateDictOptions options{.broadcast_from_rank0 = true};
+      const auto message =
+          error_message([&] { load_optim_state_dict(training.net, *training.optimizer, dict, options); });
+      EXPECT_TRUE(contains(message, "'exp_avg' of 'first.weight' is no dense tensor with values")) << message;
+      expect_equal(training.state(), before);
+    }
+  });
+}
+
 // It is there before the first step, which could not be made without it.
 TEST(AdagradStateDicts, ThatLackAStateLeaveTheOneThatIsThere) {
   on_threads(2, [] {

@@ -442,6 +442,33 @@ TEST(OnStreams, AParameterWrittenAfterItWasReadOnAnotherStream) {
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
 
+/// The first write made the copies, on its stream; and it is from that that their memory may go to another unit's.
+TEST(OnStreams, AParameterWrittenAgainOnAnotherStream) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [](const Mesh& mesh) {
+    const torch::NoGradGuard no_grad;
+    auto layers = sharded_layers({.mesh = mesh});
+    const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+    auto* layer = layers[0]->as<torch::nn::Linear>();
+    for (int step = 0; step < 3; ++step) {
+      wait_stream(beside, here);
+      {
+        const StreamGuard guard(beside);
+        layer->weight.fill_(1);
+      }
+      wait_stream(here, beside);
+      layer->weight.mul_(2);
+      {
+        const StreamGuard guard(beside);
+        layers[1]->as<torch::nn::Linear>()->weight.fill_(3);
+      }
+      wait_stream(here, beside);
+    }
+    EXPECT_TRUE(layer->weight.detach().to(at::kCPU).eq(2).all().item<bool>());
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
 /// Who uses it on another stream, or writes it back, comes after.
 TEST(OnStreams, DataGivenToAWholeParameterOnAnotherStream) {
   for (const bool used : {false, true}) {
@@ -551,6 +578,37 @@ TEST(OnStreams, GradientsOfAFlatParameterThatWaitOnAnotherStream) {
       }
       model->zero_grad();
       wait_stream(beside, here);
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+/// The first layer's backward begins, and takes back what users have put in the place of the second's.
+TEST(OnStreams, AGradientThatWasReplacedWhileItWaitsForAnotherStreams) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    torch::nn::Sequential layers(torch::nn::Linear(6, 6), torch::nn::Linear(6, 6));
+    FullyShardedDataParallel<torch::nn::Sequential> model(
+        layers,
+        {.auto_wrap_policy = ModuleWrapPolicy::of<torch::nn::Linear>(), .use_orig_params = true, .device_mesh = mesh});
+    const Stream here = current_stream(mesh.device()), beside = new_stream(mesh.device());
+    for (int micro = 0; micro < 4; ++micro) {
+      std::optional<FSDPInstance::NoSync> no_sync;
+      if (micro != 3) {
+        no_sync.emplace(model.no_sync());
+      }
+      const at::Tensor x = ones_that_require_grad(mesh);
+      const at::Tensor second = layers[1]->as<torch::nn::Linear>()->forward(x);
+      wait_stream(beside, here);
+      at::Tensor first;
+      {
+        const StreamGuard guard(beside);
+        first = layers[0]->as<torch::nn::Linear>()->forward(x);
+      }
+      wait_stream(here, beside);
+      (first + second).sum().backward();
+      auto& gradient = layers[1]->as<torch::nn::Linear>()->parameters()[0].mutable_grad();
+      gradient = micro == 3 ? at::Tensor() : gradient * 0.5;
     }
   });
   EXPECT_EQ(queued_device::detector().take_races(), Races());

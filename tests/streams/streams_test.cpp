@@ -34,6 +34,22 @@ TEST(OnStreams, TheOrderCheckDoesNotWaitForTheDevice) {
   EXPECT_TRUE(contains(records.find_mismatch(0, 2), "'there'"));
 }
 
+TEST(OnStreams, WhatIsIgnoredStaysOnTheHost) {
+  on_devices({2}, [](const Mesh& mesh) {
+    torch::nn::Sequential model(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 4));
+    const FullyShardedDataParallel<torch::nn::Sequential> wrapped(
+        model, {.ignored_modules = {*model[1]}, .device_id = mesh.device(), .device_mesh = mesh});
+    for (const auto& states : {model[1]->parameters(), model[1]->buffers()}) {
+      for (const auto& state : states) {
+        EXPECT_TRUE(state.is_cpu());
+      }
+    }
+    for (const auto& parameter : fsdp::parameters(model)) {
+      EXPECT_TRUE(!is_sharded(parameter) || parameter.device() == mesh.device());
+    }
+  });
+}
+
 TEST(OnStreams, ModelsTrain) {
   expect_parity_without_races({.make = [] { return subjects::mlp(); }});
   expect_parity_without_races(tied());

@@ -44,9 +44,9 @@ class Asleep {
     slot_.waits_for.store(peer + 1);
     slot_.wakes_for.store(wake_for_anybody ? RankSlot::kAnybody : peer + 1);
   }
-  ~Asleep() {
-    slot_.wakes_for.store(RankSlot::kNobody);
+  ~Asleep() { // in this order: whoever does not ring because of the second sees the first
     slot_.waits_for.store(RankSlot::kNobody);
+    slot_.wakes_for.store(RankSlot::kNobody);
   }
   Asleep(const Asleep&) = delete;
   Asleep& operator=(const Asleep&) = delete;

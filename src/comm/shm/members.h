@@ -103,7 +103,8 @@ class Members {
   /// Whether a rank sleeps until this one does something that it has not done yet.
   bool waits_for_this_rank(int other) const {
     const RankSlot& slot = control_->ranks[other];
-    return slot.waits_for.load() == rank() + 1 && slot.heard.load() == slot.bell.load() + 1;
+    const uint32_t heard = slot.heard.load(); // before and after: all of it is of one wait
+    return slot.waits_for.load() == rank() + 1 && heard == slot.bell.load() + 1 && heard == slot.heard.load();
   }
   /// Waits until all other ranks have `come`.
   template <typename Come>
