@@ -33,11 +33,10 @@ def let_higher_order_operators_through() -> None:
     from torch import _ops
 
     try:
-        of_new, there = _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS, _ops._higher_order_ops
-    except AttributeError:  # a torch that does it in another way: these operators are errors
-        return
-    for name in ("DeferredInit", "CustomRNGKeyId"):
-        key = torch._C._parse_dispatch_key(name)
-        of_new.append(key)
-        for operator in there.values():
-            operator.fallthrough(key)
+        for name in ("DeferredInit", "CustomRNGKeyId"):
+            key = torch._C._parse_dispatch_key(name)
+            _ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(key)  # of those that are made later
+            for operator in _ops._higher_order_ops.values():
+                operator.fallthrough(key)
+    except AttributeError:
+        pass  # a torch that does it in another way: then these operators are errors

@@ -62,8 +62,8 @@ std::vector<AlikeGradients> lists_of_gradients(torch::optim::Optimizer& optimize
   return lists;
 }
 
-// Where the group's collectives work: the same on all ranks, also where there are no gradients, or offloaded ones, or
-// ranks have left other parameters to themselves.
+// Where the group's collectives work: the same on all ranks that have sharded parameters, also where there are no
+// gradients, or offloaded ones.
 c10::Device device_of_collectives(torch::optim::Optimizer& optimizer) {
   std::optional<c10::Device> of_plain;
   for (const auto& group : optimizer.param_groups()) {

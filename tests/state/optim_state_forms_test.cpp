@@ -269,6 +269,20 @@ TEST(OptimStateFormsErrors, SayThatTwoRanksGiveTheSamePieces) {
   });
 }
 
+TEST(OptimStateFormsErrors, SayOnAllRanksThatAPieceOfOneHasNoValues) {
+  on_threads(2, [] {
+    Training rows(Form::kRows, Kind::kAdam, 10), flat(Form::kFlat, Kind::kAdam, 10);
+    rows.steps(0, 1, Form::kRows);
+    auto pieces = sharded_optim_state_dict(rows.net, *rows.optimizer);
+    if (rank() == 1) {
+      auto& piece = pieces.state["first.weight"].tensors.at("exp_avg");
+      piece.local = piece.local.to(torch::kMeta);
+    }
+    const auto message = error_message([&] { flatten_sharded_optim_state_dict(flat.net, *flat.optimizer, pieces); });
+    EXPECT_TRUE(contains(message, "'exp_avg' of 'first.weight' is no dense tensor with values")) << message;
+  });
+}
+
 TEST(OptimStateFormsErrors, SayThatAParameterHasTwoStates) {
   on_threads(2, [] {
     Training training(Form::kRows, Kind::kAdam, 10);
