@@ -134,19 +134,20 @@ void Param::install_gradient_hooks(const at::Tensor& handle) {
   if (has_hooks_of_another_language(handle)) { // in whose place ours would be; the first of them does the same
     return;
   }
-  handle.register_hook([this, unit = unit_.weak_from_this(), impl = handle.unsafeGetTensorImpl()](const at::Tensor&) {
-    const auto alive = unit.lock();
-    if (!alive) { // the tensor was given another storage, which `GradientHook` says
-      return;
-    }
-    called_by_torch([&] {
-      follow_requires_grad(); // users may have frozen it for another forward, and thawed it since
-      const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
-      if (trainable() && BackwardGraph::current_adds_to(leaf)) { // else `autograd::grad` hands it to the caller
-        take_off_stand_in(impl->mutable_grad());
-      }
-    });
-  });
+  handle.register_hook(
+      [this, unit = unit_.weak_from_this(), impl = handle.unsafeGetTensorImpl()](const at::Tensor& gradient) {
+        const auto alive = unit.lock();
+        if (!alive || !gradient.defined()) { // given another storage, as `GradientHook` says; or nothing is added
+          return;
+        }
+        called_by_torch([&] {
+          follow_requires_grad(); // users may have frozen it for another forward, and thawed it since
+          const at::Tensor leaf(c10::intrusive_ptr<at::TensorImpl, at::UndefinedTensorImpl>::reclaim_copy(impl));
+          if (trainable() && BackwardGraph::current_adds_to(leaf)) { // else `autograd::grad` hands it to the caller
+            take_off_stand_in(impl->mutable_grad());
+          }
+        });
+      });
 }
 
 // What stands in for the last gradient must not be added to the next.
@@ -175,13 +176,13 @@ void Param::expect_gradient(const BackwardGraph& graph, bool nested) {
 }
 
 bool Param::take_gradient(const at::Tensor& handle) {
-  if (at::Tensor arrived = handle.grad(); arrived.defined()) {
+  if (at::Tensor arrived = handle.grad(); arrived.defined() && !arrived.is_same(stand_in_)) {
     handle.mutable_grad() = stand_in_;
     stands_in_ = true;
     if (trainable()) {
       add_gradient(std::move(arrived));
     }
-  } // else it was frozen since the graph was made, and so was its handle
+  } // else there is none, or it was frozen since the graph was made, and so was its handle
   return expected_ > 0 && unit_.gradient_came(--expected_ == 0);
 }
 
@@ -217,9 +218,9 @@ void Param::forget_uses() {
 void Param::drop_gradient() {
   gradient.reset();
   partial.reset();
+  follow_dropped_gradient();
   const at::Tensor handle = present_handle();
-  const bool has_another = handle.defined() && handle.grad().defined() && !handle.grad().is_same(stand_in_);
-  if (has_another) { // one that was refused
+  if (handle.defined() && !handle.grad().is_same(stand_in_)) { // but one that was refused, or none: it broke off
     stands_in_ = shard_gradient().defined();
     handle.mutable_grad() = stands_in_ ? stand_in_ : at::Tensor();
   }

@@ -256,6 +256,52 @@ TEST_P(ShardGradients, GoWithTheMembersThatAModuleDrops) {
   });
 }
 
+struct List : nn::Module {
+  List() {
+    list->append(torch::ones({4, 3}).requires_grad_());
+    list->append(torch::ones({4, 3}).requires_grad_());
+  }
+  nn::ParameterList list = register_module("list", nn::ParameterList());
+};
+
+struct WithoutGradient : torch::autograd::Function<WithoutGradient> {
+  static torch::Tensor forward(torch::autograd::AutogradContext*, const torch::Tensor& x) {
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext*, const torch::autograd::variable_list&) {
+    return {torch::Tensor()};
+  }
+};
+
+TEST_P(ShardGradients, AreDroppedWithMembersToWhichABackwardBroughtNone) {
+  on_threads(GetParam(), [] {
+    List model;
+    fully_shard(model);
+    model.list[0].sum().backward();
+    (WithoutGradient::apply(model.list[0] * 2).sum() + model.list[1].sum()).backward();
+    EXPECT_TRUE(model.list[0].mutable_grad().defined());
+    model.zero_grad();
+    model.list[0].sum().backward();
+    EXPECT_TRUE(torch::equal(sharded(parameters(model)[0]).full_grad(), torch::ones({4, 3})));
+  });
+}
+
+TEST_P(ShardGradients, AreDroppedWithMembersWhoseBackwardBrokeOff) {
+  on_threads(GetParam(), [] {
+    List model;
+    auto root = fully_shard(model);
+    model.list[0].sum().backward();
+    auto hook = model.list[0].register_hook([](const torch::Tensor&) { throw std::runtime_error("no"); });
+    EXPECT_THROW(model.list[0].sum().backward(), std::runtime_error);
+    model.list[0].remove_hook(hook);
+    root.reset_iter_state();
+    model.zero_grad();
+    model.list[0].sum().backward();
+    EXPECT_TRUE(torch::equal(sharded(parameters(model)[0]).full_grad(), torch::ones({4, 3})));
+  });
+}
+
 TEST_P(ShardGradients, OfMembersThatWereGivenAnotherDtypeAreAdded) {
   on_threads(GetParam(), [] {
     nn::Linear model(4, 3);
