@@ -1,10 +1,12 @@
 #include "engine/recorded_storage.h"
 
+#include <cstring>
 #include <utility>
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 
+#include "base/check.h"
 #include "engine/internal_scope.h"
 #include "engine/replay.h"
 
@@ -18,6 +20,10 @@ constexpr const char* kWhyHollow =
 
 c10::StorageImpl& storage_impl_of(const at::Tensor& tensor) {
   return *tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+bool is_equal(const at::Tensor& bytes, const at::Tensor& others) {
+  return std::memcmp(bytes.const_data_ptr(), others.const_data_ptr(), bytes.numel()) == 0;
 }
 
 // A clone of what was written.
@@ -60,20 +66,32 @@ void let_write_by_address(const at::Tensor& tensor) {
   auto& recorded = *recorded_storage_of(tensor);
   if (recorded.memory->bytes > 0) {
     const InternalScope scope;
-    recorded.written_by_address = at::empty({static_cast<int64_t>(recorded.memory->bytes)}, c10::kByte);
-    fill_storage(storage_impl_of(tensor), recorded.written_by_address.mutable_data_ptr(), recorded.why_hollow);
+    recorded.by_address = at::empty({static_cast<int64_t>(recorded.memory->bytes)}, c10::kByte);
+    fill_storage(storage_impl_of(tensor), recorded.by_address.mutable_data_ptr(), recorded.why_hollow);
   }
 }
 
+// Addresses that were taken before are followed as far as a look at all that is there costs little.
 void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
+  constexpr int64_t kFollowed = int64_t{1} << 20;
   auto& recorded = *recorded_storage_of(tensor);
-  if (!recorded.written_by_address.defined()) {
+  const at::Tensor& bytes = recorded.by_address;
+  const bool first = !recorded.seen.defined(), follows = bytes.defined() && bytes.numel() <= kFollowed;
+  if (!bytes.defined() || (!first && (!follows || is_equal(bytes, recorded.seen)))) {
     return;
   }
-  at::Tensor written = std::exchange(recorded.written_by_address, {});
-  hollow_storage(storage_impl_of(tensor), recorded.why_hollow);
+  FSDP_CHECK(
+      first || overwritten || recorded.values == recorded.of_seen,
+      "[deferred_init] operators have written to a tensor, and so has somebody who took its address (data_ptr, "
+      "accessor) "
+      "before: write it by its address before any operator does, or by operators alone");
+  if (first) {
+    hollow_storage(storage_impl_of(tensor), recorded.why_hollow);
+  }
+  const InternalScope scope;
+  recorded.seen = follows ? bytes.clone() : bytes;
   if (!overwritten) {
-    recorded.values = made_of(std::move(written), recorded.memory);
+    recorded.values = recorded.of_seen = made_of(recorded.seen, recorded.memory);
   }
 }
 

@@ -17,8 +17,10 @@ struct RecordedStorage {
   std::shared_ptr<const Memory> memory;
   std::shared_ptr<const Operation> values; ///< the last to have written it
   /// Uninitialized memory that is there all the same, until an operator sees it: LibTorch fills it by its address where
-  /// it makes a tensor of a list of numbers (`torch::tensor(std::vector{1, 2})`).
-  at::Tensor written_by_address;
+  /// it makes a tensor of a list of numbers (`torch::tensor(std::vector{1, 2})`). Kept, as others may have the address.
+  at::Tensor by_address;
+  at::Tensor seen; ///< what operators have seen there last
+  std::shared_ptr<const Operation> of_seen; ///< `values`, unless an operator has written since
   std::string why_hollow;
 };
 
@@ -28,7 +30,8 @@ RecordedStorage* recorded_storage_of(const at::Tensor& tensor);
 at::Tensor make_recorded_tensor(const TensorGeometry& geometry);
 /// Gives it memory for what LibTorch may write there.
 void let_write_by_address(const at::Tensor& recorded);
-/// An operator sees it: what was written is a constant from now on, unless `overwritten`.
+/// An operator sees it: what was written is a constant from now on, unless `overwritten`. An Error if both operators
+/// and somebody who has its address have written.
 void end_writes_by_address(const at::Tensor& recorded, bool overwritten);
 /// What it is, as it is now. `with_values`: those matter.
 RecordedTensor described(const at::Tensor& recorded, bool with_values);

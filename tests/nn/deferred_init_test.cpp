@@ -381,6 +381,35 @@ TEST(DeferredInit, EndsWritesByAddressWhereTheyAreRead) {
   materialize(layer);
   EXPECT_TRUE(layer->bias.equal(torch::tensor({1., 2., 3.}, torch::kFloat))) << layer->bias;
 }
+
+// A row that is filled anew and copied; none of its values are lost.
+TEST(DeferredInit, FollowsAddressesThatWereTakenBeforeOperatorsSawThem) {
+  const auto make = [](bool deferred) {
+    const torch::NoGradGuard no_grad;
+    nn::Linear layer(3, 4);
+    auto row = torch::empty({3});
+    auto* values = row.data_ptr<float>();
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 3; ++j) {
+        values[j] = static_cast<float>(10 * i + j);
+      }
+      layer->weight[i].copy_(row);
+    }
+    values[0] = 7;
+    layer->bias.fill_(1).narrow(0, 0, 3).add_(row);
+    row.mul_(2);
+    values[0] = 5;
+    if (deferred) {
+      EXPECT_TRUE(contains(error_message([&] { layer->bias.narrow(0, 0, 3).add_(row); }), "who took its address"));
+    }
+    row.zero_();
+    return layer;
+  };
+  const auto deferred = deferred_init([&] { return make(true); }), plain = make(false);
+  materialize(deferred);
+  EXPECT_TRUE(deferred->weight.equal(plain->weight)) << deferred->weight;
+  EXPECT_TRUE(deferred->bias.equal(plain->bias)) << deferred->bias;
+}
 #endif
 
 struct WithMemberImpl : nn::Module {
