@@ -188,7 +188,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   void go_on_with(Param& param, const at::Tensor& data);
   /// Drops private copies without writing them back.
   void discard_private();
-  /// Asked for by the user: kept until it is touched.
+  /// Asked for by the user: kept until it is touched, or a backward has ended a step.
   bool requested = false;
   /// Asked for by an explicit prefetch: kept until it is touched, or backward has ended.
   bool prefetched = false;
