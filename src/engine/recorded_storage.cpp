@@ -83,8 +83,7 @@ void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
   FSDP_CHECK(
       first || overwritten || recorded.values == recorded.of_seen,
       "[deferred_init] operators have written to a tensor, and so has somebody who took its address (data_ptr, "
-      "accessor) "
-      "before: write it by its address before any operator does, or by operators alone");
+      "accessor) before: write it by its address before any operator does, or by operators alone");
   if (first) {
     hollow_storage(storage_impl_of(tensor), recorded.why_hollow);
   }

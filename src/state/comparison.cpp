@@ -2,6 +2,7 @@
 
 #include <unordered_set>
 
+#include "base/check.h"
 #include "base/format.h"
 #include "base/phrase.h"
 
@@ -20,6 +21,16 @@ const at::Tensor& elements_of(const HeldTensor& piece) {
 
 bool has_values(const at::Tensor& tensor) {
   return tensor.layout() == c10::kStrided && !tensor.is_meta();
+}
+
+void check_has_values(
+    const at::Tensor& tensor, const std::string& key, const std::string& name, const char* operation) {
+  FSDP_CHECK(
+      has_values(tensor),
+      "[{}] '{}' of '{}' is no dense tensor with values: sparse, or on the meta device",
+      operation,
+      key,
+      name);
 }
 
 template <typename Values>

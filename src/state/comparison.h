@@ -12,6 +12,8 @@ namespace fsdp::state {
 
 /// Whether a tensor has elements to load, as one that is sparse or on the meta device has not.
 bool has_values(const at::Tensor& tensor);
+/// An Error if an optimizer's state of that name has none.
+void check_has_values(const at::Tensor& tensor, const std::string& key, const std::string& name, const char* operation);
 
 template <typename Values>
 IncompatibleKeys compare(const std::vector<NamedTensor>& entries, const Values& state);

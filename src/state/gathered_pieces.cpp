@@ -10,6 +10,7 @@
 #include "base/check.h"
 #include "engine/internal_scope.h"
 #include "state/all_ranks.h"
+#include "state/comparison.h"
 #include "state/optim_comparison.h"
 #include "state/optim_outline.h"
 

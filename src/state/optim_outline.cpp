@@ -8,7 +8,6 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include "base/check.h"
-#include "state/comparison.h"
 
 namespace fsdp::state {
 
@@ -177,16 +176,6 @@ OptimStateDict merge(const std::vector<OptimStateDict>& of_ranks, const char* op
     dict.state.insert(item.key(), std::move(item.value().state));
   }
   return dict;
-}
-
-void check_has_values(
-    const at::Tensor& tensor, const std::string& key, const std::string& name, const char* operation) {
-  FSDP_CHECK(
-      has_values(tensor),
-      "[{}] '{}' of '{}' is no dense tensor with values: sparse, or on the meta device",
-      operation,
-      key,
-      name);
 }
 
 } // namespace fsdp::state

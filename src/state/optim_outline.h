@@ -9,8 +9,6 @@
 namespace fsdp::state {
 
 std::string encode(const OptimStateDict& state);
-/// Throws if it has no elements to give. "[operation] 'exp_avg' of 'name' ..."
-void check_has_values(const at::Tensor& tensor, const std::string& key, const std::string& name, const char* operation);
 /// With tensors on the meta device.
 OptimStateDict decode(const std::string& text);
 

@@ -7,6 +7,7 @@
 
 #include "engine/internal_scope.h"
 #include "state/all_ranks.h"
+#include "state/comparison.h"
 #include "state/first_rank.h"
 #include "state/gathered_pieces.h"
 #include "state/optim_comparison.h"
