@@ -33,13 +33,9 @@ class BackwardGraph {
   bool has_older(uint64_t number, uint64_t thread) const;
   /// Whether a gradient will be added to this leaf's.
   bool reaches(const at::Tensor& leaf) const {
-    return has(leaf) && adds_to(leaf);
+    return has(leaf) && adds_to(leaf, wanted_);
   }
-  /// The same of a leaf that it has.
-  bool adds_to(const at::Tensor& leaf) const {
-    return adds_to(leaf, wanted_);
-  }
-  /// The same, of the backward that runs, asked for each gradient.
+  /// The same of a leaf of the backward that runs, asked for each gradient.
   static bool current_adds_to(const at::Tensor& leaf);
 
  private:

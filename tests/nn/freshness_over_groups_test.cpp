@@ -1,28 +1,11 @@
 // A root whose units are sharded over different groups: what is known of one group's shards says nothing of another's.
 
-#include <chrono>
-#include <mutex>
-#include <thread>
-
-#include "nn/parity.h"
-#include "nn/subjects.h"
+#include "nn/freshness.h"
 
 namespace fsdp::testing {
 namespace {
 
 namespace nn = torch::nn;
-
-constexpr float kRate = 0.125;
-
-void step_past_all_operators(nn::Module& layer) {
-  for (auto& parameter : layer.parameters()) {
-    float* const values = parameter.data_ptr<float>();
-    const float* const gradient = parameter.grad().const_data_ptr<float>();
-    for (int64_t i = 0; i < parameter.numel(); ++i) {
-      values[i] -= kRate * gradient[i];
-    }
-  }
-}
 
 nn::Sequential two_layers() {
   static std::mutex mutex;
@@ -42,7 +25,9 @@ std::vector<at::Tensor> train(nn::Sequential model) {
     if (rank() == step % world_size()) {
       std::this_thread::sleep_for(std::chrono::milliseconds(50)); // the others come to the next gather before its write
     }
-    step_past_all_operators(*model[0]);
+    for (auto& parameter : model[0]->parameters()) {
+      past_all_operators(parameter);
+    }
     model->zero_grad();
   }
   return outputs;
@@ -55,10 +40,7 @@ void expect_the_same_as_unsharded() {
   fully_shard(*model[0]);
   fully_shard(*model[1], {.mesh = another});
   fully_shard(*model);
-  const auto actual = train(model);
-  for (size_t step = 0; step < expected.size(); ++step) {
-    EXPECT_TRUE(actual[step].equal(expected[step])) << "rank " << rank() << ", step " << step;
-  }
+  expect_equal(train(model), expected);
 }
 
 TEST(FreshnessOverGroups, AWriteThatIsSeenInOneTellsNothingOfAnother) {
