@@ -99,8 +99,8 @@ def _shard_alike(state: FSDPState, modules: list[nn.Module], stand_ins: set[nn.P
     alone = {each for each in parameters - stand_ins if sharded_behind(each) is None}
     fully_shard(modules, ignored_params=alone, **state.arguments)
     _C.copy_settings(state.unit, state_of(modules[0]).unit)
-    for setter, value in state.collective_settings.items():
-        getattr(modules[0], setter)(value)
+    for setter, arguments in state.collective_settings.items():
+        getattr(modules[0], setter)(**arguments)
 
 
 def _copy_values(sharded: Sharded, twin: nn.Module, name: str, copied: nn.Parameter | None) -> None:

@@ -136,14 +136,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
         state = self._get_fsdp_state()
         mesh = state.only_parallel("set_custom_all_gather").mesh
         state.unit.set_custom_all_gather(_collective(comm, mesh))
-        state.collective_settings["set_custom_all_gather"] = comm
+        state.collective_settings["set_custom_all_gather"] = {"comm": comm}
 
     def set_custom_reduce_scatter(self, comm: Callable) -> None:
         """Reduces through ``comm(output_tensor, input_tensor, group, op, async_op)``."""
         state = self._get_fsdp_state()
         mesh = state.only_parallel("set_custom_reduce_scatter").mesh
         state.unit.set_custom_reduce_scatter(_collective(comm, mesh, op=dist.ReduceOp.SUM))
-        state.collective_settings["set_custom_reduce_scatter"] = comm
+        state.collective_settings["set_custom_reduce_scatter"] = {"comm": comm}
 
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None] | None, *, stream: torch.Stream | None = None
@@ -196,7 +196,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Reductions use a communicator of their own, so that they do not queue behind gathers. Collective."""
         for state in self._states_below(recurse):
             state.unit.set_separate_reduce_scatter_group(enable, False)
-            state.collective_settings["set_separate_reduce_scatter_group"] = enable
+            state.collective_settings["set_separate_reduce_scatter_group"] = {"enable": enable, "recurse": False}
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """False: backward does not prefetch this module (an embedding's backward needs no weight)."""
@@ -218,7 +218,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             state.unit.set_allocate_memory_from_process_group_for_comm(enable)
         except _C.Error as error:
             raise AssertionError(str(error)) from None
-        state.collective_settings["set_allocate_memory_from_process_group_for_comm"] = enable
+        state.collective_settings["set_allocate_memory_from_process_group_for_comm"] = {"enable": enable}
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Not there: libfsdp has its own shared memory on one host, and leaves NCCL's to NCCL."""

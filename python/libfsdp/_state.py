@@ -23,7 +23,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
-        return value._replace(data=function(value.data))
+        return _map_packed(function, value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _map_fields(function, value)
     if isinstance(value, dict):
@@ -36,6 +36,14 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     if isinstance(value, (list, tuple, set)):
         return type(value)(map_tensors(function, item) for item in value)
     return value
+
+
+def _map_packed(function: Callable[[torch.Tensor], torch.Tensor], value: PackedSequence) -> PackedSequence:
+    """Its indices are no data, but go where they go. Its batch sizes stay on the host."""
+    data = function(value.data)
+    indices = {name: getattr(value, name) for name in ("sorted_indices", "unsorted_indices")}
+    moved = {name: None if each is None else each.to(data.device) for name, each in indices.items()}
+    return value._replace(data=data, **moved)
 
 
 def _map_fields(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -78,7 +86,7 @@ class FSDPState(_C.ModuleState):
         self.parallels = parallels  # one for each mesh that the parameters are on
         self.device = parallels[0].device
         self.places: list[tuple[weakref.ref[nn.Module], str]] = []
-        self.collective_settings: dict[str, Any] = {}  # by their setters; a copy is given them too
+        self.collective_settings: dict[str, dict[str, Any]] = {}  # setters and their arguments; a copy is given them too
         policy = arguments["mp_policy"]
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype

@@ -89,7 +89,7 @@ void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
   }
   const InternalScope scope;
   recorded.seen = follows ? bytes.clone() : bytes;
-  if (!overwritten) {
+  if (first || !overwritten) { // what is to overwrite them may fail
     recorded.values = recorded.of_seen = made_of(recorded.seen, recorded.memory);
   }
 }

@@ -10,6 +10,7 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "base/stream.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
 
@@ -75,6 +76,9 @@ bool WaitingGradient::take_back(const at::Tensor& shard, const std::string& name
         shown.sizes(),
         whole.sizes());
     whole.copy_(shown);
+    if (has_streams(shown.device())) {
+      shown.record_stream(current_stream(shown.device())); // whose memory it is, is the users' affair
+    }
   }
   return true;
 }

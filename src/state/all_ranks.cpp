@@ -42,10 +42,10 @@ std::string text_in(const std::string& told) {
   return told.substr(1);
 }
 
-std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label) {
+std::vector<std::string> from_all_ranks(const std::optional<Mesh>& mesh, const std::string& mine, const Label& label) {
   std::vector<std::string> all{mine};
-  for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
-    const auto of_groups = mesh.group(dim)->exchange(packed(all), label);
+  for (int dim = mesh ? mesh->ndim() - 1 : -1; dim >= 0; --dim) {
+    const auto of_groups = mesh->group(dim)->exchange(packed(all), label);
     all.clear();
     for (const auto& of_group : of_groups) {
       const auto texts = unpacked(of_group);
@@ -53,6 +53,16 @@ std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& min
     }
   }
   return all;
+}
+
+void check_on_all_ranks(const std::optional<Mesh>& mesh, const Label& label, const std::function<void()>& check) {
+  const auto mine = text_or_reason([&] {
+    check();
+    return std::string();
+  });
+  for (const auto& told : from_all_ranks(mesh, mine, label)) {
+    text_in(told);
+  }
 }
 
 std::optional<Mesh> mesh_of(const std::vector<NamedTensor>& tensors, const char* operation) {

@@ -20,7 +20,9 @@ std::string text_or_reason(const std::function<std::string()>& body);
 /// The text that was told so; an Error if it is a reason.
 std::string text_in(const std::string& told);
 
-/// What all ranks of a mesh say. Collective.
-std::vector<std::string> from_all_ranks(const Mesh& mesh, const std::string& mine, const Label& label);
+/// What all ranks of a mesh say; this one alone, if there is none. Collective.
+std::vector<std::string> from_all_ranks(const std::optional<Mesh>& mesh, const std::string& mine, const Label& label);
+/// An Error on all ranks of a mesh where `check` throws on one. Collective.
+void check_on_all_ranks(const std::optional<Mesh>& mesh, const Label& label, const std::function<void()>& check);
 
 } // namespace fsdp::state

@@ -23,7 +23,10 @@ class FromFirstRank {
   }
   /// The first rank's. Collective.
   std::string text(std::string mine) const;
-  /// Likewise, on the mesh's device. `mine` is of no interest on the other ranks, where it may be null.
+  /// An Error on all ranks if one has other tensors than the first: what is not sharded may differ. Collective.
+  void check_alike(const std::vector<NamedTensor>& tensors) const;
+  /// The first rank's, on the mesh's device. Collective. `mine` is of no interest on the other ranks, where it may be
+  /// null.
   at::Tensor values(c10::IntArrayRef sizes, c10::ScalarType dtype, const at::Tensor* mine) const;
 
  private:

@@ -1,7 +1,6 @@
 #include "state/gathered_pieces.h"
 
 #include <algorithm>
-#include <exception>
 
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/tensor.h>
@@ -108,15 +107,24 @@ bool GatheredPieces::gives(const HeldTensor& piece) const {
 void GatheredPieces::check_values() const {
   for (const auto& item : mine_.state) {
     for (const auto& [key, piece] : item.value().tensors) {
-      if (own_.count(item.key()) != 0 || (gives(piece) && piece.local.numel() > 0)) {
+      const bool own = own_.count(item.key()) != 0;
+      if (!own && !gives(piece)) {
+        continue;
+      }
+      const auto wanted = own ? c10::multiply_integers(piece.sizes) : piece.extent.numel();
+      FSDP_CHECK(
+          piece.local.numel() == wanted,
+          "[{}] '{}' of '{}' has {} elements where its place has {}: change the values of a piece, not its sizes",
+          label_.operation,
+          key,
+          item.key(),
+          piece.local.numel(),
+          wanted);
+      if (own || wanted > 0) {
         check_has_values(piece.local, key, item.key(), label_.operation);
       }
     }
   }
-}
-
-std::vector<std::string> GatheredPieces::from_all_ranks(const std::string& text) const {
-  return mesh_ ? state::from_all_ranks(*mesh_, text, label_) : std::vector<std::string>{text};
 }
 
 OptimStateDict GatheredPieces::outline_of(const ShardedOptimStateDict& pieces, bool own) const {
@@ -143,7 +151,7 @@ void GatheredPieces::agree_on_outline() {
     check_values();
     return encode(outline_of(mine_, /*own=*/false));
   };
-  for (const auto& told : from_all_ranks(text_or_reason(outline_here))) {
+  for (const auto& told : from_all_ranks(mesh_, text_or_reason(outline_here), label_)) {
     OptimStateDict of_rank = decode(text_in(told));
     auto groups = std::move(outline_.param_groups.empty() ? of_rank.param_groups : outline_.param_groups);
     check_alike(outline_, of_rank, label_.operation);
@@ -154,18 +162,12 @@ void GatheredPieces::agree_on_outline() {
 
 // What is a rank's own may be wrong on that rank alone, but no rank is to wait for it.
 void GatheredPieces::add_own_and_check() {
-  std::string wrong;
-  try {
+  check_on_all_ranks(mesh_, label_, [this] {
     for (auto& item : outline_of(mine_, /*own=*/true).state) {
       outline_.state.insert(item.key(), std::move(item.value()));
     }
     check_optim_state(here_, outline_);
-  } catch (const std::exception& error) {
-    wrong = error.what();
-  }
-  for (const auto& text : from_all_ranks(wrong)) {
-    FSDP_CHECK(text.empty(), "{}", text);
-  }
+  });
 }
 
 void GatheredPieces::check_complete() const {

@@ -32,7 +32,6 @@ class GatheredPieces {
   bool is_own(const std::string& name, const ShardedOptimStateDict::ParamState& state) const;
   /// Of those that have the same elements one rank gives them.
   bool gives(const HeldTensor& piece) const;
-  std::vector<std::string> from_all_ranks(const std::string& text) const;
   OptimStateDict outline_of(const ShardedOptimStateDict& pieces, bool own) const;
   void agree_on_outline();
   void add_own_and_check();

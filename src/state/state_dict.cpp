@@ -122,7 +122,7 @@ StateDict full_state_dict(ModuleRef given, const FullStateDictOptions& options) 
 }
 
 IncompatibleKeys load_state_dict(ModuleRef given, const StateDict& state, const LoadStateDictOptions& options) {
-  const auto entries = state::named_tensors(given, "load_state_dict");
+  auto entries = state::named_tensors(given, "load_state_dict");
   check_materialized(entries);
   const auto first =
       options.broadcast_from_rank0 ? std::make_unique<state::FromFirstRank>(entries, "load_state_dict") : nullptr;
@@ -135,11 +135,13 @@ IncompatibleKeys load_state_dict(ModuleRef given, const StateDict& state, const 
   }
   check_nothing_wrong(wrong);
   const std::unordered_set<std::string> missing(keys.missing.begin(), keys.missing.end());
+  std::erase_if(entries, [&](const auto& entry) { return missing.count(entry.name) != 0; });
+  if (first) {
+    first->check_alike(entries);
+  }
   for (const auto& entry : entries) {
-    if (missing.count(entry.name) == 0) {
-      const at::Tensor* mine = state.find(entry.name);
-      load(entry, first ? first->values(entry.sizes(), entry.tensor.scalar_type(), mine) : *mine);
-    }
+    const at::Tensor* mine = state.find(entry.name);
+    load(entry, first ? first->values(entry.sizes(), entry.tensor.scalar_type(), mine) : *mine);
   }
   return keys;
 }

@@ -169,6 +169,55 @@ TEST(C10dForeign, WhatTheWatchdogFoundIsAnErrorAtTheNextCollective) {
   });
 }
 
+/// Its watchdog breaks off what runs on the device, which ends the host's wait for it.
+class BreaksOff final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  c10d::ErrorType getError() override {
+    return found;
+  }
+  C10dWork barrier(const c10d::BarrierOptions& options) override {
+    break_off();
+    return Gloo::barrier(options);
+  }
+  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    break_off();
+    return Gloo::_allgather_base(output, input, options);
+  }
+  inline static int in_turns = 0; ///< at the how many-th collective from now
+
+ private:
+  static void break_off() {
+    if (--in_turns == 0) {
+      found = c10d::ErrorType::TIMEOUT;
+    }
+  }
+  inline static auto found = c10d::ErrorType::SUCCESS;
+};
+
+// Not at the next one: the program goes on at once.
+TEST(C10dForeign, WhatIsBrokenOffWhileTheHostWaitsForItIsAnError) {
+  const auto barrier = [](Group& group) { group.barrier(kTest); };
+  const auto exchange = [](Group& group) { group.exchange("text", kTest); };
+  for (const auto& [collective, turns] :
+       {std::pair<std::function<void(Group&)>, int>(barrier, 1), {exchange, 1}, {exchange, 2}}) {
+    on_processes(2, [&] {
+      setenv("FSDP_CHECK_ORDER", "0", /*overwrite=*/1);
+      const Launch launch = read_launch();
+      Rendezvous rendezvous(launch, std::chrono::seconds(60));
+      const auto make = [](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
+        return make_gloo<BreaksOff>(store, own);
+      };
+      const auto group = Group::from(make_process_group(rendezvous, launch, make));
+      collective(*group);
+      BreaksOff::in_turns = turns;
+      const auto message = error_message<CommError>([&] { collective(*group); });
+      EXPECT_TRUE(contains(message, "it or an earlier collective failed"));
+      rendezvous.leave(std::chrono::seconds(20));
+    });
+  }
+}
+
 /// As Gloo's own split now and then: it never comes back.
 class HangsInSplit final : public Gloo {
  public:

@@ -59,6 +59,24 @@ class LossOnGpus : public OnGpus {
   }
 };
 
+// The host waits for the GPU in it; that this ends is not enough.
+TEST_F(LossOnGpus, OfAStoppedRankIsAnErrorOfABarrier) {
+  ProcessOptions options;
+  options.lost = {1};
+  options.environment = {{"FSDP_TIMEOUT", "10"}};
+  on_gpus(
+      2,
+      [] {
+        barrier();
+        if (rank() == 1) {
+          raise(SIGSTOP);
+        }
+        EXPECT_TRUE(contains(error_message<CommError>([] { barrier(); }), "rank 0 of 2"));
+        std::_Exit(::testing::Test::HasFailure() ? 1 : 0);
+      },
+      options);
+}
+
 TEST_F(LossOnGpus, OfAKilledRankIsAnError) {
   lose(SIGKILL, seconds(20), seconds(40));
 }

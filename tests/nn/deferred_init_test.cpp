@@ -410,6 +410,20 @@ TEST(DeferredInit, FollowsAddressesThatWereTakenBeforeOperatorsSawThem) {
   EXPECT_TRUE(deferred->weight.equal(plain->weight)) << deferred->weight;
   EXPECT_TRUE(deferred->bias.equal(plain->bias)) << deferred->bias;
 }
+
+TEST(DeferredInit, KeepsWhatWasWrittenByAddressWhereTheFirstOperatorFails) {
+  const auto layer = deferred_init([] {
+    const torch::NoGradGuard no_grad;
+    nn::Linear layer(4, 3);
+    const auto values = torch::empty({3});
+    std::fill_n(values.data_ptr<float>(), 3, 7.0F);
+    EXPECT_THROW(values.copy_(torch::ones({4})), c10::Error);
+    layer->bias.copy_(values);
+    return layer;
+  });
+  materialize(layer);
+  EXPECT_TRUE(layer->bias.eq(7).all().item<bool>()) << layer->bias;
+}
 #endif
 
 struct WithMemberImpl : nn::Module {

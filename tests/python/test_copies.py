@@ -253,6 +253,23 @@ def test_collectives_of_the_users_are_the_copys_too():
     assert set(calls) == {2}
 
 
+@on_ranks(2, comm=("gloo",))
+def test_a_copys_units_have_their_own_settings():
+    def settings(model):
+        return [fully_shard.state(each).collective_settings for each in (model, model[0])]
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    model.set_separate_reduce_scatter_group(True, recurse=False)
+    assert settings(copy.deepcopy(model)) == settings(model)
+    model.set_separate_reduce_scatter_group(True)
+    model.set_separate_reduce_scatter_group(False, recurse=False)
+    twin = copy.deepcopy(model)
+    assert settings(twin) == settings(model)
+    assert settings(copy.deepcopy(twin)) == settings(model)
+
+
 class Encoder(nn.Module):
     """Its block is a unit of its own, its norm belongs to the unit above."""
 

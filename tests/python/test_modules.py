@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import libfsdp
 from harness import on_ranks
 from libfsdp import fully_shard
+from libfsdp._state import map_tensors
 from subjects import Methods, check_same, check_training, loss_of, mine, reference_backward, rows, seeded, whole
 
 
@@ -298,6 +299,16 @@ def test_packed_sequences_are_cast_and_trained_on():
     assert out.equal(seeded(Tagger).bfloat16()(packed.to(torch.bfloat16)))
     out.float().pow(2).mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@on_ranks(1)
+def test_packed_sequences_go_to_a_device_with_their_indices():
+    packed = nn.utils.rnn.pack_padded_sequence(torch.rand(3, 2, 4), [1, 3], enforce_sorted=False)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert moved.data.is_meta and moved.sorted_indices.is_meta and moved.unsorted_indices.is_meta
+    assert moved.batch_sizes.equal(packed.batch_sizes)
+    in_order = nn.utils.rnn.pack_padded_sequence(torch.rand(3, 2, 4), [3, 1])
+    assert map_tensors(lambda tensor: tensor.to("meta"), in_order).sorted_indices is None
 
 
 @on_ranks(2, comm=("shm",))

@@ -244,5 +244,28 @@ TEST(OnStreams, AGradientThatWasReplacedWhileItWaitsForAnotherStreams) {
   });
 }
 
+/// It was made on a stream on which nothing else of the unit's is done.
+TEST(OnStreams, AGradientThatWasReplacedGoesWhenItHasBeenRead) {
+  on_two_streams([&](const Mesh& mesh, const Stream& here, const Stream& beside) {
+    torch::nn::Linear layer(6, 6);
+    FullyShardedDataParallel<torch::nn::Linear> model(layer, {.use_orig_params = true, .device_mesh = mesh});
+    for (int micro = 0; micro < 4; ++micro) {
+      std::optional<FSDPInstance::NoSync> no_sync;
+      if (micro != 3) {
+        no_sync.emplace(model.no_sync());
+      }
+      {
+        const StreamGuard guard(beside);
+        model(ones_that_require_grad(mesh)).sum().backward();
+      }
+      const auto another = torch::ones({6, 6}, torch::TensorOptions().device(mesh.device()));
+      wait_stream(here, beside);
+      auto& gradient = layer->parameters()[0].mutable_grad();
+      gradient = micro == 3 ? at::Tensor() : gradient * 0.5;
+      wait_stream(beside, here);
+    }
+  });
+}
+
 } // namespace
 } // namespace fsdp::testing

@@ -125,6 +125,7 @@ class C10dGroup final : public Group {
   void barrier(const Label& label) override {
     const c10::Device device = channel_->control_device();
     channel_->run(label, "barrier", device, 0, [&](Collectives& c) { return c.barrier(device); });
+    channel_->require_unbroken(label, "barrier");
   }
 
   std::vector<std::string> exchange(const std::string& bytes, const Label& label) override {
@@ -132,7 +133,9 @@ class C10dGroup final : public Group {
     const auto gather = [&](const at::Tensor& mine) {
       at::Tensor all = mine.new_empty({size() * mine.numel()});
       channel_->run(label, "exchange", device, mine.nbytes(), [&](Collectives& c) { return c.all_gather(all, mine); });
-      return all.cpu();
+      const at::Tensor received = all.cpu();
+      channel_->require_unbroken(label, "exchange");
+      return received;
     };
     return channel_->guarded(label, "exchange", [&] {
       const at::Tensor sizes = gather(at::full({1}, static_cast<int64_t>(bytes.size()), at::kLong).to(device));

@@ -189,6 +189,10 @@ void Channel::run(const Label& label, const char* collective, c10::Device device
   this->start(label, collective, device, bytes, start).finish();
 }
 
+void Channel::require_unbroken(const Label& label, const char* collective) {
+  throw_if_failed({label, collective, started_ - 1});
+}
+
 void Channel::check_order(const CollectiveId& id, int64_t bytes) {
   if (!check_order_.value_or(id.number < kCheckedAtFirst)) {
     return;
@@ -286,7 +290,7 @@ void Channel::throw_if_failed(const CollectiveId& id) {
   }
   compare_orders(id);
   if (reports_errors_ && error_of(**process_group_) != c10d::ErrorType::SUCCESS) {
-    fail_and_ask(id, "an earlier collective failed, or took too long, and what was computed since is wrong");
+    fail_and_ask(id, "it or an earlier collective failed, or took too long, and what was computed since is wrong");
   }
 }
 

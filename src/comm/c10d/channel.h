@@ -82,6 +82,9 @@ class Channel : public std::enable_shared_from_this<Channel> {
   using Start = std::function<Works(Collectives&)>;
   Pending start(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
   void run(const Label& label, const char* collective, c10::Device device, int64_t bytes, const Start& start);
+  /// For who has made the host wait for a device: it does so also until what runs there is broken off. Throws if that
+  /// is why it ended.
+  void require_unbroken(const Label& label, const char* collective);
 
   /// What `work` returns. What it throws is an error of the group's, which the other ranks hear of, unless it is an
   /// `Error` already.
@@ -110,7 +113,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
       fail_and_ask(id, message_of(error));
     }
   }
-  /// Also if the backend found, since, that an earlier collective failed on the device.
+  /// Also if the backend found, since, that a collective failed on the device.
   void throw_if_failed(const CollectiveId& id);
   void end_in_order();
   void check_order(const CollectiveId& id, int64_t bytes);
