@@ -80,8 +80,9 @@ void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
   if (!bytes.defined() || (!first && (!follows || is_equal(bytes, recorded.seen)))) {
     return;
   }
+  const bool by_address_alone = first || recorded.values == recorded.of_seen;
   FSDP_CHECK(
-      first || overwritten || recorded.values == recorded.of_seen,
+      by_address_alone || overwritten,
       "[deferred_init] operators have written to a tensor, and so has somebody who took its address (data_ptr, "
       "accessor) before: write it by its address before any operator does, or by operators alone");
   if (first) {
@@ -89,7 +90,7 @@ void end_writes_by_address(const at::Tensor& tensor, bool overwritten) {
   }
   const InternalScope scope;
   recorded.seen = follows ? bytes.clone() : bytes;
-  if (first || !overwritten) { // what is to overwrite them may fail
+  if (by_address_alone) { // also if overwritten: what is to do it may fail
     recorded.values = recorded.of_seen = made_of(recorded.seen, recorded.memory);
   }
 }

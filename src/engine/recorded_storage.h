@@ -30,8 +30,8 @@ RecordedStorage* recorded_storage_of(const at::Tensor& tensor);
 at::Tensor make_recorded_tensor(const TensorGeometry& geometry);
 /// Gives it memory for what LibTorch may write there.
 void let_write_by_address(const at::Tensor& recorded);
-/// An operator sees it: what was written is a constant from now on, unless `overwritten`. An Error if both operators
-/// and somebody who has its address have written.
+/// An operator sees it: what was written is a constant from now on. An Error if both operators and somebody who has its
+/// address have written, unless the operator is to overwrite all of it.
 void end_writes_by_address(const at::Tensor& recorded, bool overwritten);
 /// What it is, as it is now. `with_values`: those matter.
 RecordedTensor described(const at::Tensor& recorded, bool with_values);

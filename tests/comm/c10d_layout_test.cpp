@@ -158,6 +158,9 @@ TEST(OrderCheck, NamesBothSides) {
   };
   EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), record("unshard", "a")}), 0, 2), "");
   const std::string text = find_mismatch(at::cat({record("unshard", "a"), record("reduce", "b")}), 1, 2);
+  const auto broken_off = at::zeros_like(record("reduce", "b"));
+  EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), broken_off}), 0, 2), "");
+  EXPECT_EQ(find_mismatch(at::cat({record("unshard", "a"), broken_off}), 1, 2), "");
   EXPECT_TRUE(contains(text, "rank 1 calls reduce of 'b'"));
   EXPECT_TRUE(contains(text, "rank 0 calls unshard of 'a'"));
 }

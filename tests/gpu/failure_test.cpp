@@ -71,7 +71,7 @@ TEST_F(LossOnGpus, OfAStoppedRankIsAnErrorOfABarrier) {
         if (rank() == 1) {
           raise(SIGSTOP);
         }
-        EXPECT_TRUE(contains(error_message<CommError>([] { barrier(); }), "rank 0 of 2"));
+        EXPECT_TRUE(contains(error_message<CommError>([] { barrier(); }), "failed, or took too long"));
         std::_Exit(::testing::Test::HasFailure() ? 1 : 0);
       },
       options);

@@ -416,13 +416,18 @@ TEST(DeferredInit, KeepsWhatWasWrittenByAddressWhereTheFirstOperatorFails) {
     const torch::NoGradGuard no_grad;
     nn::Linear layer(4, 3);
     const auto values = torch::empty({3});
-    std::fill_n(values.data_ptr<float>(), 3, 7.0F);
-    EXPECT_THROW(values.copy_(torch::ones({4})), c10::Error);
-    layer->bias.copy_(values);
+    auto* const address = values.data_ptr<float>();
+    for (int row = 0; row < 3; ++row) {
+      std::fill_n(address, 3, static_cast<float>(row));
+      EXPECT_THROW(values.copy_(torch::ones({4})), c10::Error);
+      layer->weight.select(1, row).copy_(values);
+    }
     return layer;
   });
   materialize(layer);
-  EXPECT_TRUE(layer->bias.eq(7).all().item<bool>()) << layer->bias;
+  for (int row = 0; row < 3; ++row) {
+    EXPECT_TRUE(layer->weight.select(1, row).eq(row).all().item<bool>()) << layer->weight;
+  }
 }
 #endif
 

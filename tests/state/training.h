@@ -15,7 +15,8 @@ using torch::optim::OptimizerParamGroup;
 using Groups = std::vector<OptimizerParamGroup>;
 
 enum class Kind { kSGD, kAdam, kAdamW, kAdagrad, kRMSprop, kFusedAdamW };
-constexpr std::array kKinds{Kind::kSGD, Kind::kAdam, Kind::kAdamW, Kind::kAdagrad, Kind::kRMSprop, Kind::kFusedAdamW};
+inline constexpr std::array kKinds{
+    Kind::kSGD, Kind::kAdam, Kind::kAdamW, Kind::kAdagrad, Kind::kRMSprop, Kind::kFusedAdamW};
 
 /// Into which the state of one form goes: for one optimizer into all; of others only what they keep differs.
 inline std::vector<Form> forms_after(Form from, Kind kind) {

@@ -199,7 +199,7 @@ void Channel::check_order(const CollectiveId& id, int64_t bytes) {
   }
   const at::Tensor mine = order_record(id, bytes, control_device_, check_order_);
   const at::Tensor sent = mine.to(control_device_, /*non_blocking=*/true);
-  const at::Tensor received = sent.new_empty({size_ * sent.numel()});
+  const at::Tensor received = sent.new_zeros({size_ * sent.numel()}); // which the exchange may leave so
   Pending(
       shared_from_this(),
       {id.label, "order check", id.number},

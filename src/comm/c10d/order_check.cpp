@@ -38,6 +38,11 @@ void store(char (&field)[N], const std::string& text) {
   std::memcpy(field, text.data() + skipped, text.size() - skipped);
 }
 
+/// All zeros, where the exchange was broken off.
+bool has_come(const Wire& wire) {
+  return wire.collective[0] != '\0';
+}
+
 std::string describe(const Wire& wire) {
   const std::string what = fsdp::describe(wire.operation, wire.unit);
   return phrase("{} ({}, {} bytes, number {})", what, wire.collective, wire.bytes, wire.sequence);
@@ -70,8 +75,9 @@ std::string find_mismatch(const at::Tensor& records, int rank, int size) {
   std::vector<Wire> wires(size);
   std::memcpy(wires.data(), records.const_data_ptr(), size * sizeof(Wire));
   const Wire& mine = wires[rank];
-  const auto other = std::find_if(wires.begin(), wires.end(), [&](const Wire& wire) { return !(wire == mine); });
-  if (other == wires.end()) {
+  const auto other =
+      std::find_if(wires.begin(), wires.end(), [&](const Wire& wire) { return has_come(wire) && !(wire == mine); });
+  if (other == wires.end() || !has_come(mine)) {
     return "";
   }
   if (other->check_order != mine.check_order) {

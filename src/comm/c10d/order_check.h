@@ -27,7 +27,7 @@ at::Tensor order_record(
     const CollectiveId& id, int64_t bytes, c10::Device device, std::optional<bool> check_order = std::nullopt);
 
 /// Compares the records of all ranks with this rank's. Names both sides of the first difference; empty if there is
-/// none.
+/// none. Records of zeros have not come.
 std::string find_mismatch(const at::Tensor& records, int rank, int size);
 
 /// What all ranks said of the collectives that were started last, on its way from the device: the host does not wait
