@@ -177,20 +177,31 @@ class BreaksOff final : public Gloo {
     return found;
   }
   C10dWork barrier(const c10d::BarrierOptions& options) override {
-    break_off();
-    return Gloo::barrier(options);
+    return broken_off(Gloo::barrier(options));
   }
   C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    break_off();
-    return Gloo::_allgather_base(output, input, options);
+    return broken_off(Gloo::_allgather_base(output, input, options));
   }
   inline static int in_turns = 0; ///< at the how many-th collective from now
 
  private:
-  static void break_off() {
-    if (--in_turns == 0) {
-      found = c10d::ErrorType::TIMEOUT;
+  class Broken final : public c10d::Work {
+   public:
+    explicit Broken(C10dWork work) : work_(std::move(work)) {}
+    bool isCompleted() override {
+      return work_->isCompleted();
     }
+    bool wait(std::chrono::milliseconds timeout) override {
+      work_->wait(timeout);
+      found = c10d::ErrorType::TIMEOUT;
+      return true;
+    }
+
+   private:
+    C10dWork work_;
+  };
+  static C10dWork broken_off(C10dWork work) {
+    return --in_turns == 0 ? c10::make_intrusive<Broken>(std::move(work)) : work;
   }
   inline static auto found = c10d::ErrorType::SUCCESS;
 };
