@@ -53,16 +53,21 @@ def _clip_on_several_meshes(
 ) -> torch.Tensor:
     """PyTorch's functions, which know tensor parallelism, on the parameters of one mesh at a time. A rank that has got no
     gradients of some, experts say, takes part with zeros."""
+    ours = [each for each in parameters if not isinstance(each, DTensor) and sharded_behind(each) is not None]
     on_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
     for parameter in dict.fromkeys(parameters):
+        if any(parameter is each for each in ours):
+            continue
         mesh = getattr(parameter, "device_mesh", None)
         others_may_have_one = mesh is not None and mesh.size() > 1 and parameter.requires_grad and norm_type > 0
         if parameter.grad is not None or others_may_have_one:
             on_mesh.setdefault(mesh, []).append(parameter)
     norms = [nn.utils.get_total_norm(list(map(_gradient_or_zeros, own)), norm_type) for own in on_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    if ours:  # FSDP1's, of which PyTorch's functions see this rank's pieces; so large a norm clips nothing
+        norms.append(_C.clip_grad_norm_(ours, torch.finfo(torch.float32).max, norm_type, error_if_nonfinite))
     total = nn.utils.get_total_norm(norms, norm_type, error_if_nonfinite)
-    for own in on_mesh.values():
+    for own in (*on_mesh.values(), ours):
         nn.utils.clip_grads_with_norm_(own, max_norm, total)
     return total
 

@@ -109,6 +109,9 @@ void Bucket::settle_among(int ranks, const Label& label) {
   const bool worth_it = !gather_group->gathers_in_place() && ranks < gather_group->size() && !params_.empty();
   neighbours_ =
       worth_it ? gather_group->part(gather_group->rank() / ranks, phrase("neighbours {}", ranks), label) : nullptr;
+  if (neighbours_ && neighbours_->size() > 1 && neighbours_->gathers_in_place()) {
+    neighbours_ = nullptr; // to make a home there for each share would cost more than another gather
+  }
 }
 
 std::vector<Piece> Bucket::pieces_among_neighbours() const {

@@ -260,6 +260,7 @@ void copy_settings(const FSDPModule& from, const FSDPModule& to) {
   policy = from.unit()->policy;
   policy.forward_prefetch.clear();
   policy.backward_prefetch.clear();
+  to.unit()->runtime().bound_reductions();
 }
 
 void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {

@@ -56,7 +56,8 @@ class Search {
   void set_bracket(LinePoint a, LinePoint b) {
     low_ = std::move(a);
     high_ = std::move(b);
-    if (high_.value < low_.value) {
+    low_is_second_ = high_.value < low_.value;
+    if (low_is_second_) {
       std::swap(low_, high_);
     }
   }
@@ -103,7 +104,8 @@ class Search {
     ++rounds_;
     LinePoint point = at(step_within());
     if (too_high(point) || point.value >= low_.value) {
-      return set_bracket(std::move(low_), std::move(point));
+      return low_is_second_ ? set_bracket(std::move(point), std::move(low_)) // of equal values the first is the low end
+                            : set_bracket(std::move(low_), std::move(point));
     }
     found_ = flat_enough(point);
     if (!found_ && point.slope * (high_.step - low_.step) >= 0) {
@@ -115,6 +117,7 @@ class Search {
   const LinePoint& start_;
   const std::function<LinePoint(double)>& evaluate_;
   LinePoint low_, high_; // the ends of the bracket, by their values
+  bool low_is_second_ = false; // of the two as they were given
   bool found_ = false;
   bool slow_ = false;
   int64_t rounds_ = 0;

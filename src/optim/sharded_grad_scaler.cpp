@@ -1,6 +1,7 @@
 #include <fsdp/sharded_grad_scaler.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <unordered_set>
 #include <utility>
@@ -159,7 +160,8 @@ void ShardedGradScaler::update(std::optional<double> new_scale) {
     scale_ *= options_.backoff_factor;
     steps_without_overflow_ = 0;
   } else if (++steps_without_overflow_ == options_.growth_interval) {
-    scale_ *= options_.growth_factor;
+    const double grown = scale_ * options_.growth_factor;
+    scale_ = grown <= std::numeric_limits<float>::max() ? grown : scale_; // as gradients are scaled back in float32
     steps_without_overflow_ = 0;
   }
 }

@@ -201,7 +201,7 @@ class BreaksOff final : public Gloo {
     C10dWork work_;
   };
   static C10dWork broken_off(C10dWork work) {
-    return --in_turns == 0 ? c10::make_intrusive<Broken>(std::move(work)) : work;
+    return --in_turns == 0 ? C10dWork(c10::make_intrusive<Broken>(std::move(work))) : work;
   }
   inline static auto found = c10d::ErrorType::SUCCESS;
 };

@@ -47,6 +47,16 @@ TEST_P(Clones, HaveAsManyRootsAsTheOriginal) {
   });
 }
 
+TEST_P(Clones, KeepAsManyReductionsInFlight) {
+  on_threads(GetParam(), [] {
+    auto model = std::make_shared<CopyableImpl>();
+    fully_shard(*model->first);
+    fully_shard(*model).set_reduce_scatter_max_input_buffers(3, /*recurse=*/false);
+    const auto copy = clone(*model);
+    EXPECT_EQ(as_fsdp(*copy).unit()->runtime().reducer().max_in_flight(), 3);
+  });
+}
+
 TEST_P(Clones, AreAShardedCopyWithItsOwnShards) {
   on_threads(GetParam(), [] {
     auto model = std::make_shared<CopyableImpl>();

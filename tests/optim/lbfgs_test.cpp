@@ -203,6 +203,28 @@ TEST(LbfgsOverGloo, TakesTheWayOfAnUnshardedRun) {
   });
 }
 
+// Near a minimum many points have one value.
+TEST(Lbfgs, TakesTheSameOfEqualPoints) {
+  const auto steps = [](auto* kind, float begin) {
+    using Optimizer = std::remove_pointer_t<decltype(kind)>;
+    auto x = torch::full({1}, begin).requires_grad_();
+    Optimizer optimizer({x}, LBFGSOptions(1).max_iter(1).line_search_fn("strong_wolfe"));
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      const auto loss = 1 + 0.96 * x * x;
+      loss.backward();
+      return loss;
+    });
+    return x.detach();
+  };
+  for (int i = 200; i < 400; ++i) {
+    const float begin = 1e-6F * static_cast<float>(i);
+    const auto ours = steps(static_cast<optim::LBFGS*>(nullptr), begin);
+    const auto theirs = steps(static_cast<torch::optim::LBFGS*>(nullptr), begin);
+    EXPECT_TRUE(ours.allclose(theirs, /*rtol=*/1e-3, /*atol=*/1e-7)) << begin << ": " << ours << theirs;
+  }
+}
+
 TEST(Lbfgs, SaysWhatItCannotDo) {
   auto net = make_net();
   EXPECT_TRUE(contains(

@@ -38,6 +38,20 @@ TEST(ShardedGradScaler, StepsAreThoseWithoutScale) {
   EXPECT_TRUE(scaled.weight.grad().equal(torch::tensor({0.5f, -2.f})));
 }
 
+// Or its inverse would be 0, and so would be all gradients.
+TEST(ShardedGradScaler, TheScaleDoesNotGrowBeyondFloat32) {
+  const double begin = std::ldexp(1, 126);
+  ShardedGradScaler scaler({.init_scale = begin, .growth_interval = 1, .group = group_of_one()});
+  for (const double wanted : {2 * begin, 2 * begin}) {
+    Scaled scaled;
+    scaled.backward(scaler, 0.5, 0.25);
+    scaler.step(scaled.optimizer);
+    scaler.update();
+    EXPECT_EQ(scaler.get_scale(), wanted);
+    EXPECT_TRUE(scaled.weight.equal(torch::tensor({-0.5f, -0.25f})));
+  }
+}
+
 TEST(ShardedGradScaler, TheScaleGrowsAfterEnoughStepsAndShrinksAfterAnOverflow) {
   ShardedGradScaler scaler({.init_scale = 8, .growth_factor = 4, .growth_interval = 2, .group = group_of_one()});
   const auto step = [&](float gradient) {

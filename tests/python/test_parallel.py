@@ -211,6 +211,26 @@ def test_clipping_over_several_meshes():
             torch.testing.assert_close(whole(p.grad), q.grad)
 
 
+@on_ranks(2)
+def test_clipping_fsdp1s_parameters_beside_tensor_parallel_ones():
+    mesh, rows = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), torch.randn(4, 8, generator=torch.Generator())
+    for norm_type in (1.0, 2.0, float("inf")):
+        for use_orig_params in (False, True):
+            unsharded = nn.ModuleList([seeded(MLP), seeded(lambda: nn.Linear(8, 8))])
+            head = libfsdp.FullyShardedDataParallel(
+                seeded(lambda: nn.Linear(8, 8)), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+            )
+            model = nn.ModuleList([tensor_parallel(mesh), head])
+            for layers in (unsharded, model):
+                layers[1](layers[0](rows)).pow(4).mean().backward()
+            expected = torch.nn.utils.clip_grad_norm_(unsharded.parameters(), 0.01, norm_type)
+            torch.testing.assert_close(libfsdp.clip_grad_norm_(model, 0.01, norm_type), expected)
+            for p, q in zip(model[0].parameters(), unsharded[0].parameters(), strict=True):
+                torch.testing.assert_close(whole(p.grad), q.grad)
+            of_head = torch.nn.utils.get_total_norm([p.grad for p in unsharded[1].parameters()], norm_type)
+            torch.testing.assert_close(head.clip_grad_norm_(float("inf"), norm_type), of_head)
+
+
 class OneExpert(nn.Module):
     """A rank's rows go to one of them, or to none."""
 
