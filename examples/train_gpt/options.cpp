@@ -90,7 +90,11 @@ Flags make_flags(Options& options, Written& written) {
   flags.number("seed", "of the initial weights, the order of the data and the sample", options.seed, 0);
   flags.heading("Sharding");
   flags.text("backend", "NAME", "shm, gloo, nccl; without it, by device and hosts", options.backend);
-  flags.text("device", "NAME", "cpu, cuda; without it, cuda where each rank of a host has one", options.device);
+  flags.text(
+      "device",
+      "NAME",
+      "cpu, cuda; without it, cuda where there is one, and for each rank of torchrun or launch",
+      options.device);
   flags.text("api", "NAME", "fsdp2: fully_shard; fsdp1: FullyShardedDataParallel", written.api);
   flags.text("mesh", "RxS", "hybrid: R replicas of a model sharded over S ranks", written.mesh);
   flags.text("reshard-after-forward", "R", "true, false, or to how many ranks", written.reshard);

@@ -49,7 +49,7 @@ def _memory_file() -> int:
 
 def shared_memory() -> str:
     """Whether another process may map memory of this one, which is what the shared-memory group needs."""
-    if os.environ.get("FSDP_SHM", "") in ("0", "false", "off", "no"):
+    if os.environ.get("FSDP_SHM", "").lower() in ("0", "false", "off", "no"):
         return "turned off by FSDP_SHM"
     try:
         descriptor = _memory_file()

@@ -51,6 +51,7 @@ struct Operation {
   std::vector<Constant> constants;
   std::vector<std::optional<RecordedTensor>> results; ///< of the tensors that it returns: which have new memory
   at::Generator generator; ///< as it was before; undefined if no random numbers are drawn
+  std::optional<c10::ScalarType> default_dtype; ///< of the time, where it is in that that the result was computed
 };
 
 /// The argument of this name; -1 if there is none.

@@ -40,6 +40,10 @@ bool is_random(const c10::OperatorHandle& op) {
   return op.hasTag(at::Tag::nondeterministic_seeded) || index_of_argument(op.schema(), "generator") >= 0;
 }
 
+bool has_digits(const at::Tensor& tensor) {
+  return tensor.is_floating_point() || tensor.is_complex();
+}
+
 // In place of what is recorded, among an operation's arguments.
 const at::Tensor& placeholder() {
   static const auto* empty = [] {
@@ -151,6 +155,29 @@ class RecordedCall {
     }
   }
 
+  // It would come after the recording, and find values of other dtypes.
+  void refuse_autocast() const {
+    const c10::DispatchKeySet autocast = keys_ & c10::autocast_dispatch_keyset;
+    FSDP_CHECK(
+        autocast.empty() || !op_.hasKernelForDispatchKey(autocast.highestPriorityTypeId()),
+        "[deferred_init] {} is called under autocast, which what is recorded does not know: leave autocast out of "
+        "the construction, or cast there",
+        name());
+  }
+
+  // `out=` of an empty tensor, say.
+  void refuse_resizes(const OperatorTrial& trial) const {
+    for (size_t i = 0; i < given_.all().size(); ++i) {
+      const GivenTensor& given = given_.all()[i];
+      FSDP_CHECK(
+          !given.written || trial.given[i].sizes() == given.tensor.sizes(),
+          "[deferred_init] {} resizes a tensor of sizes {} to {}: give it one of these sizes, or take its result",
+          name(),
+          given.tensor.sizes(),
+          trial.given[i].sizes());
+    }
+  }
+
   void return_instead(const torch::jit::Stack& returned) {
     torch::jit::drop(*stack_, op_.schema().arguments().size());
     stack_->insert(stack_->end(), returned.begin(), returned.end());
@@ -182,6 +209,7 @@ class RecordedCall {
 
   void record() {
     refuse_write_to_leaf();
+    refuse_autocast();
     const auto operation = std::make_shared<Operation>(op_);
     if (is_random(op_)) {
       operation->generator = generator();
@@ -190,6 +218,7 @@ class RecordedCall {
     if (!given_.any_written() && returned_views(trial)) { // what may copy (`contiguous`) need not
       return run_as_it_is();
     }
+    refuse_resizes(trial);
     describe_arguments(*operation);
     const auto returned = results_of(trial, *operation);
     note_dtype(*operation);
@@ -272,7 +301,16 @@ class RecordedCall {
     const int dtype = index_of_argument(op_.schema(), "dtype");
     if (dtype >= 0 && given_.all().empty() && operation.arguments[dtype].isNone() && operation.results.size() == 1) {
       operation.arguments[dtype] = static_cast<int64_t>(operation.results[0]->dtype);
+    } else if (std::any_of(made_.begin(), made_.end(), &has_digits) && !given_has_digits()) {
+      operation.default_dtype = c10::get_default_dtype_as_scalartype();
     }
+  }
+
+  bool given_has_digits() const {
+    const auto& all = given_.all();
+    return std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
+      return has_digits(given.tensor) && !given.tensor.unsafeGetTensorImpl()->is_wrapped_number();
+    });
   }
 
   void note_written_by(const std::shared_ptr<const Operation>& operation) const {

@@ -58,7 +58,30 @@ std::optional<c10::OperatorHandle> form_with_generator(const c10::OperatorHandle
   return c10::Dispatcher::singleton().findSchema({op.schema().name(), with});
 }
 
+/// For one operator, as it is the process's; not at all where it is the same.
+class DefaultDtype {
+ public:
+  explicit DefaultDtype(std::optional<c10::ScalarType> dtype) : before_(c10::get_default_dtype()) {
+    if (dtype && *dtype != c10::typeMetaToScalarType(before_)) {
+      changes_ = true;
+      c10::set_default_dtype(c10::scalarTypeToTypeMeta(*dtype));
+    }
+  }
+  DefaultDtype(const DefaultDtype&) = delete;
+  DefaultDtype& operator=(const DefaultDtype&) = delete;
+  ~DefaultDtype() {
+    if (changes_) {
+      c10::set_default_dtype(before_);
+    }
+  }
+
+ private:
+  caffe2::TypeMeta before_;
+  bool changes_ = false;
+};
+
 void call(const Operation& operation, torch::jit::Stack& stack) {
+  const DefaultDtype of_the_time(operation.default_dtype);
   if (!operation.generator.defined()) {
     return operation.op.callBoxed(stack);
   }

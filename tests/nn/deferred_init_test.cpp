@@ -4,6 +4,8 @@
 #include <limits>
 #include <thread>
 
+#include <ATen/autocast_mode.h>
+
 #include "comm/recording_backend.h"
 #include "nn/same_construction.h"
 #include "nn/subjects.h"
@@ -298,6 +300,8 @@ TEST(DeferredInit, KnowsTheDefaultDtypeOfTheTime) {
   const auto make = [] {
     nn::Linear layer(3, 2);
     layer->register_buffer("drawn", torch::rand({4})); // of a double's digits
+    layer->register_buffer("divided", torch::arange(8) / 3);
+    layer->register_buffer("scaled", torch::arange(8) * 0.1);
     return layer;
   };
   torch::manual_seed(1);
@@ -308,7 +312,26 @@ TEST(DeferredInit, KnowsTheDefaultDtypeOfTheTime) {
   materialize(layer);
   EXPECT_EQ(layer->weight.scalar_type(), torch::kDouble);
   EXPECT_TRUE(layer->weight.equal(ordinary->weight));
-  EXPECT_TRUE(layer->named_buffers()["drawn"].equal(ordinary->named_buffers()["drawn"]));
+  for (const auto& buffer : ordinary->named_buffers()) {
+    EXPECT_TRUE(layer->named_buffers()[buffer.key()].equal(buffer.value())) << buffer.key();
+  }
+  EXPECT_EQ(torch::get_default_dtype(), before);
+}
+
+// They would give other values, without a word.
+TEST(DeferredInit, RefusesAutocastAndResultsThatResize) {
+  deferred_init([] {
+    auto out = torch::empty({0});
+    const auto resized = error_message([&] { torch::mul_out(out, torch::ones({4}), torch::full({4}, 2.)); });
+    EXPECT_TRUE(contains(resized, "resizes a tensor of sizes [0] to [4]")) << resized;
+    const bool before = at::autocast::is_autocast_enabled(at::kCPU);
+    at::autocast::set_autocast_enabled(at::kCPU, true);
+    const auto a = torch::full({4, 4}, 1.001);
+    const auto cast = error_message([&] { torch::mm(a, a); });
+    at::autocast::set_autocast_enabled(at::kCPU, before);
+    EXPECT_TRUE(contains(cast, "is called under autocast")) << cast;
+    return nn::Linear(4, 4);
+  });
 }
 
 TEST(DeferredInit, LeavesModulesLikeAnyOthersBehind) {

@@ -6,7 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import libfsdp
 from fsdp1_subjects import FSDP, check_training
@@ -72,3 +75,22 @@ def test_optimizer_states_where_ranks_ignore_other_modules(wrap):
 def test_ranks_that_shard_other_sizes_are_an_error():
     with pytest.raises(libfsdp.Error, match="shard differently"):
         FSDP(nn.Linear(5, 7 + dist.get_rank()))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("state_dict_type", [StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT])
+def test_ignored_parameters_that_are_dtensors_are_loaded_as_they_are_saved(state_dict_type):
+    def made(seed):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        parallelize_module(model[1], init_device_mesh("cpu", (2,)), ColwiseParallel())
+        return FLAT(model, ignored_states=list(model[1].parameters()))
+
+    first, second = made(0), made(1)
+    for model in (first, second):
+        FLAT.set_state_dict_type(model, state_dict_type)
+    second.load_state_dict(first.state_dict())
+    for each, other in zip(first.module[1].parameters(), second.module[1].parameters(), strict=True):
+        assert isinstance(other, DTensor) and other.full_tensor().equal(each.full_tensor())
+    with FLAT.summon_full_params(first), FLAT.summon_full_params(second):
+        assert first.module[0].weight.equal(second.module[0].weight)

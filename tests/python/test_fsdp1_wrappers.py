@@ -280,6 +280,33 @@ class Kinds(nn.Module):
         return {"sum": [self.inner(given["x"][0]) + more[0]], "twice": (self.inner(self.inner(more[0])), 3)}
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_buffers_of_wrappers_among_other_ranks_stay_theirs(use_orig_params):
+    rank = dist.get_rank()
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    expert = nn.Linear(4, 4)
+    expert.register_buffer("ids", torch.tensor([rank]))
+    expert = FSDP(expert, process_group=alone, use_orig_params=use_orig_params, sync_module_states=True)
+    model = nn.Sequential(nn.Linear(4, 4), expert)
+    model.register_buffer("count", torch.tensor([rank]))
+    model = FSDP(model, use_orig_params=use_orig_params, sync_module_states=True)
+    assert model.module[1].module.ids.item() == rank
+    assert model.module.count.item() == 0
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", BOTH)
+def test_what_is_registered_in_wrappers_later_is_refused(use_orig_params):
+    """It would be trained by each rank for itself."""
+    inner = FSDP(nn.Sequential(nn.Linear(4, 4)), use_orig_params=use_orig_params)
+    inner.module.lora = nn.Linear(4, 4)
+    with pytest.raises(NotImplementedError, match="'lora.weight' was registered in a Sequential after"):
+        FSDP(nn.Sequential(inner, nn.Linear(4, 4)), use_orig_params=use_orig_params)
+    left_alone = list(inner.module.lora.parameters())
+    FSDP(nn.Sequential(inner, nn.Linear(4, 4)), use_orig_params=use_orig_params, ignored_states=left_alone)
+
+
 @on_ranks(2, comm=("gloo",))
 def test_inputs_in_containers_and_layers_that_run_twice():
     outcomes = []

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from .. import _C
 from .._summon import Slot, exchanged
@@ -146,14 +147,20 @@ def _begin_loading(wrapper: nn.Module, state_dict: dict[str, Any], prefix: str, 
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
         take_local(wrapper, state_dict, prefix)
         return
-    modules = {clean_tensor_name(path) for path, _ in own_modules(wrapper)}
+    modules = {clean_tensor_name(path): module for path, module in own_modules(wrapper)}
     for key, value in state_dict.items():
-        is_own = key.startswith(prefix) and key[len(prefix) : key.rfind(".") + 1] in modules
-        if is_own and isinstance(value, torch.Tensor):
+        path, _, name = key.rpartition(".")
+        owner = modules.get(f"{path}."[len(prefix) :]) if key.startswith(prefix) else None
+        if owner is not None and isinstance(value, torch.Tensor) and not _is_dtensor_of_users(owner, name):
             state_dict[key] = whole_of(value, wrapper)
     if not wrapper._summoned:
         wrapper._fsdp_state.begin_loading(wholes_of(wrapper, writeback=True))
         _take_parts_of_others(wrapper, state_dict, prefix, *arguments)
+
+
+def _is_dtensor_of_users(owner: nn.Module, name: str) -> bool:
+    """That the wrapper was told to ignore: it is loaded as it is saved."""
+    return isinstance(owner._parameters.get(name), DTensor) or isinstance(owner._buffers.get(name), DTensor)
 
 
 @torch.no_grad()

@@ -12,14 +12,16 @@ from torch.distributed.tensor import DTensor
 from .. import _C
 from .._registered import Registered, sharded_behind
 from .._sharded import Sharded
+from .._state import state_of
 from .._units import Slot, places_of, sharded_elsewhere, slots_to_shard, view_of
 from ._pytorch import clean_tensor_name, without_checkpoint
 from .device import Place
 from .flat import FlatState, Part
 from .groups import Groups
 from .ignored import Ignored
+from .places import own_modules
 from .plain import Calls, PlainSharded, whole_of
-from .state import WrapperState, engine_policy
+from .state import WrapperState, engine_policy, instances_below, is_wrapper
 
 ALIGNMENT = 16  # bytes of a multiple of which each parameter begins, as in PyTorch's flat parameter
 KEEPS_WHOLE = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
@@ -33,6 +35,7 @@ def make_unit(
     for path, _, _, parameter in slots:
         if sharded_behind(parameter) is None:
             new.setdefault(parameter, clean_tensor_name(path))
+    _check_nothing_was_added_below(module, ignored.params.union(new))
     _check_flattenable(new, use_orig_params)
     refuse_optimizers_in_backward(new, use_orig_params)
     return (_shown_as_parts if use_orig_params else _shown_as_one)(module, slots, list(new), ignored, options, device)
@@ -50,6 +53,21 @@ def refuse_optimizers_in_backward(params: Iterable[nn.Parameter], use_orig_param
     raise NotImplementedError(
         "libfsdp's FullyShardedDataParallel does not have _apply_optimizer_in_backward: call optimizer.step() after backward()"
     )
+
+
+def _check_nothing_was_added_below(root: nn.Module, known: set[nn.Parameter]) -> None:
+    """To what a wrapper has wrapped before: neither that nor this one would reduce its gradients."""
+    left_alone = {module for each in root.modules() if state_of(each) and not is_wrapper(each) for module in each.modules()}
+    for wrapper in instances_below(root):
+        for path, module in own_modules(wrapper):
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter in known or module in left_alone or sharded_behind(parameter) is not None:
+                    continue
+                raise NotImplementedError(
+                    f"'{clean_tensor_name(path + name)}' was registered in a {type(wrapper.module).__name__} after "
+                    "FullyShardedDataParallel had wrapped that, and would not be sharded: register it before that, or pass "
+                    "it in ignored_states"
+                )
 
 
 def _check_flattenable(params: dict[nn.Parameter, str], use_orig_params: bool) -> None:
@@ -121,7 +139,13 @@ def _shard(
     name, tensors, below, buffers = view_of(module, slots, wholes, clean_tensor_name)
     left_alone = ignored.buffers
     buffers = [buffer for buffer in buffers if buffer not in left_alone]
-    return _C.shard_modules([(name, tensors, below, buffers)], options, flat)
+    if options.sync_module_states:  # a wrapper below has sent its own among its own ranks
+        buffers = [buffer for buffer in buffers if not hasattr(buffer, "_fsdp_synced")]
+    made = _C.shard_modules([(name, tensors, below, buffers)], options, flat)
+    if options.sync_module_states:
+        for buffer in buffers:
+            buffer._fsdp_synced = True
+    return made
 
 
 def _sharded_for(
