@@ -53,11 +53,11 @@ def _clip_on_several_meshes(
 ) -> torch.Tensor:
     """PyTorch's functions, which know tensor parallelism, on the parameters of one mesh at a time. A rank that has got no
     gradients of some, experts say, takes part with zeros."""
+    parameters = list(dict.fromkeys(parameters))
     ours = [each for each in parameters if not isinstance(each, DTensor) and sharded_behind(each) is not None]
+    known = set(ours)
     on_mesh: dict[DeviceMesh | None, list[torch.Tensor]] = {}
-    for parameter in dict.fromkeys(parameters):
-        if any(parameter is each for each in ours):
-            continue
+    for parameter in (each for each in parameters if each not in known):
         mesh = getattr(parameter, "device_mesh", None)
         others_may_have_one = mesh is not None and mesh.size() > 1 and parameter.requires_grad and norm_type > 0
         if parameter.grad is not None or others_may_have_one:

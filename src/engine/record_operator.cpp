@@ -158,10 +158,14 @@ class RecordedCall {
   // It would come after the recording, and find values of other dtypes.
   void refuse_autocast() const {
     const c10::DispatchKeySet autocast = keys_ & c10::autocast_dispatch_keyset;
+    const auto& all = given_.all();
+    const bool may_cast = std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
+      return given.tensor.is_floating_point() && given.tensor.scalar_type() != c10::kDouble;
+    });
     FSDP_CHECK(
-        autocast.empty() || !op_.hasKernelForDispatchKey(autocast.highestPriorityTypeId()),
-        "[deferred_init] {} is called under autocast, which what is recorded does not know: leave autocast out of "
-        "the construction, or cast there",
+        autocast.empty() || !may_cast || !op_.hasKernelForDispatchKey(autocast.highestPriorityTypeId()),
+        "[deferred_init] {} is called under autocast, which what is recorded does not know: turn it off around this, "
+        "and cast there",
         name());
   }
 
@@ -301,15 +305,22 @@ class RecordedCall {
     const int dtype = index_of_argument(op_.schema(), "dtype");
     if (dtype >= 0 && given_.all().empty() && operation.arguments[dtype].isNone() && operation.results.size() == 1) {
       operation.arguments[dtype] = static_cast<int64_t>(operation.results[0]->dtype);
-    } else if (std::any_of(made_.begin(), made_.end(), &has_digits) && !given_has_digits()) {
+    } else if (gives_digits() && !reads_digits()) {
       operation.default_dtype = c10::get_default_dtype_as_scalartype();
     }
   }
 
-  bool given_has_digits() const {
+  bool gives_digits() const {
+    const auto& all = given_.all();
+    return std::any_of(made_.begin(), made_.end(), &has_digits) ||
+           std::any_of(
+               all.begin(), all.end(), [](const auto& given) { return given.written && has_digits(given.tensor); });
+  }
+
+  bool reads_digits() const {
     const auto& all = given_.all();
     return std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
-      return has_digits(given.tensor) && !given.tensor.unsafeGetTensorImpl()->is_wrapped_number();
+      return !given.written && has_digits(given.tensor) && !given.tensor.unsafeGetTensorImpl()->is_wrapped_number();
     });
   }
 

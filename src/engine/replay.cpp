@@ -58,26 +58,34 @@ std::optional<c10::OperatorHandle> form_with_generator(const c10::OperatorHandle
   return c10::Dispatcher::singleton().findSchema({op.schema().name(), with});
 }
 
-/// For one operator, as it is the process's; not at all where it is the same.
+/// For one operator, as it is the process's: one thread at a time.
 class DefaultDtype {
  public:
-  explicit DefaultDtype(std::optional<c10::ScalarType> dtype) : before_(c10::get_default_dtype()) {
-    if (dtype && *dtype != c10::typeMetaToScalarType(before_)) {
-      changes_ = true;
-      c10::set_default_dtype(c10::scalarTypeToTypeMeta(*dtype));
+  explicit DefaultDtype(std::optional<c10::ScalarType> dtype) {
+    if (dtype) {
+      lock_ = std::unique_lock(mutex_);
+      before_ = c10::get_default_dtype();
+      set(c10::scalarTypeToTypeMeta(*dtype));
     }
   }
   DefaultDtype(const DefaultDtype&) = delete;
   DefaultDtype& operator=(const DefaultDtype&) = delete;
   ~DefaultDtype() {
-    if (changes_) {
-      c10::set_default_dtype(before_);
+    if (lock_) {
+      set(before_);
     }
   }
 
  private:
+  static void set(caffe2::TypeMeta dtype) {
+    if (c10::get_default_dtype() != dtype) {
+      c10::set_default_dtype(dtype);
+    }
+  }
+
+  inline static std::mutex mutex_;
+  std::unique_lock<std::mutex> lock_;
   caffe2::TypeMeta before_;
-  bool changes_ = false;
 };
 
 void call(const Operation& operation, torch::jit::Stack& stack) {

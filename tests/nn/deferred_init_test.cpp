@@ -302,6 +302,9 @@ TEST(DeferredInit, KnowsTheDefaultDtypeOfTheTime) {
     layer->register_buffer("drawn", torch::rand({4})); // of a double's digits
     layer->register_buffer("divided", torch::arange(8) / 3);
     layer->register_buffer("scaled", torch::arange(8) * 0.1);
+    auto given = torch::empty({8});
+    torch::div_out(given, torch::arange(8), torch::full({8}, 3, torch::kLong));
+    layer->register_buffer("given", given);
     return layer;
   };
   torch::manual_seed(1);

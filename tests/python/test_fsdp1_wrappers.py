@@ -303,6 +303,7 @@ def test_what_is_registered_in_wrappers_later_is_refused(use_orig_params):
     inner.module.lora = nn.Linear(4, 4)
     with pytest.raises(NotImplementedError, match="'lora.weight' was registered in a Sequential after"):
         FSDP(nn.Sequential(inner, nn.Linear(4, 4)), use_orig_params=use_orig_params)
+    inner.module[0].weight = nn.Parameter(torch.ones(4, 4))  # in the place of one, which is taken over later
     left_alone = list(inner.module.lora.parameters())
     FSDP(nn.Sequential(inner, nn.Linear(4, 4)), use_orig_params=use_orig_params, ignored_states=left_alone)
 

@@ -16,7 +16,7 @@ from .._state import state_of
 from .._units import Slot, places_of, sharded_elsewhere, slots_to_shard, view_of
 from ._pytorch import clean_tensor_name, without_checkpoint
 from .device import Place
-from .flat import FlatState, Part
+from .flat import FLAT_NAME, FlatState, Part
 from .groups import Groups
 from .ignored import Ignored
 from .places import own_modules
@@ -35,7 +35,7 @@ def make_unit(
     for path, _, _, parameter in slots:
         if sharded_behind(parameter) is None:
             new.setdefault(parameter, clean_tensor_name(path))
-    _check_nothing_was_added_below(module, ignored.params.union(new))
+    _check_nothing_was_added_below(module, ignored, new)
     _check_flattenable(new, use_orig_params)
     refuse_optimizers_in_backward(new, use_orig_params)
     return (_shown_as_parts if use_orig_params else _shown_as_one)(module, slots, list(new), ignored, options, device)
@@ -55,19 +55,23 @@ def refuse_optimizers_in_backward(params: Iterable[nn.Parameter], use_orig_param
     )
 
 
-def _check_nothing_was_added_below(root: nn.Module, known: set[nn.Parameter]) -> None:
-    """To what a wrapper has wrapped before: neither that nor this one would reduce its gradients."""
-    left_alone = {module for each in root.modules() if state_of(each) and not is_wrapper(each) for module in each.modules()}
+def _check_nothing_was_added_below(root: nn.Module, ignored: Ignored, new: Iterable[nn.Parameter]) -> None:
+    """To what a wrapper has wrapped before: neither that nor this one would reduce its gradients. What stands in the place
+    of a parameter of its own is that wrapper's affair."""
+    fully_sharded = (each for each in root.modules() if state_of(each) and not is_wrapper(each))
+    left_alone = ignored.modules.union(*(each.modules() for each in fully_sharded))
+    known = ignored.params.union(new)
     for wrapper in instances_below(root):
         for path, module in own_modules(wrapper):
+            own = (FLAT_NAME, *getattr(module._parameters, "sharded", ()))
             for name, parameter in module._parameters.items():
-                if parameter is None or parameter in known or module in left_alone or sharded_behind(parameter) is not None:
-                    continue
-                raise NotImplementedError(
-                    f"'{clean_tensor_name(path + name)}' was registered in a {type(wrapper.module).__name__} after "
-                    "FullyShardedDataParallel had wrapped that, and would not be sharded: register it before that, or pass "
-                    "it in ignored_states"
-                )
+                is_new = parameter is not None and parameter.requires_grad and name not in own and parameter not in known
+                if is_new and module not in left_alone and sharded_behind(parameter) is None:
+                    raise NotImplementedError(
+                        f"'{clean_tensor_name(path + name)}' was registered in a {type(wrapper.module).__name__} after "
+                        "FullyShardedDataParallel had wrapped that, and would not be sharded: register it before that, or "
+                        "pass it in ignored_states"
+                    )
 
 
 def _check_flattenable(params: dict[nn.Parameter, str], use_orig_params: bool) -> None:
