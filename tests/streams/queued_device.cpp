@@ -371,6 +371,7 @@ at::Tensor& set_storage(
 
 void record_stream(at::Tensor& self, c10::Stream stream) {
   use(self, /*writes=*/false, stream, "record_stream");
+  detector().recorded(self.const_data_ptr(), number_of(stream));
 }
 
 TORCH_LIBRARY_IMPL(_, HPU, library) {
