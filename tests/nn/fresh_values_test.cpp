@@ -225,8 +225,11 @@ TEST_P(Freshness, ASecondBackwardAfterABrokenOneIsTheSameError) {
     auto loss = model[2]->as<nn::Linear>()->forward(hidden.tanh()).sum();
     EXPECT_THROW(loss.backward({}, /*retain_graph=*/true), std::runtime_error);
     breaks = false;
-    const auto said = error_message([&] { loss.backward(); });
-    EXPECT_TRUE(contains(said, "reset_iter_state()")) << said;
+    const std::string reason = "the last backward broke off in the middle, and has left gradients behind";
+    const auto backwards = error_message([&] { loss.backward(); });
+    const auto forwards = error_message([&] { model->forward(torch::ones({2, 6})); });
+    EXPECT_TRUE(contains(backwards, reason) && contains(backwards, "reset_iter_state()")) << backwards;
+    EXPECT_EQ(backwards.substr(backwards.find(reason)), forwards.substr(forwards.find(reason)));
     root.reset_iter_state();
     model->zero_grad();
     model->forward(torch::ones({2, 6})).sum().backward();

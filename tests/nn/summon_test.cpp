@@ -405,6 +405,7 @@ TEST_P(Summon, WhereWritingBackFailsNothingStaysGathered) {
     };
     const std::vector<std::function<void()>> ways{
         fill, // what it writes reaches the shards at once
+        [&] { sharded_first.unshard(), fill(); },
         [&] {
           auto guard = summon_full_params(*model);
           fill(), guard.end();

@@ -323,6 +323,31 @@ TEST(OnStreams, WritesBetweenEvaluationsThatWereAnnounced) {
     EXPECT_EQ(queued_device::detector().take_races(), Races());
   }
 }
+
+/// As LocalSGD does: each replica is sharded by itself, and their shards are averaged.
+TEST(OnStreams, CollectivesOfOursOnShards) {
+  queued_device::detector().begin_test();
+  on_devices({.shards = 2, .replicas = 2}, [](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh["shard"]});
+    const torch::NoGradGuard no_grad;
+    for (int step = 0; step < 3; ++step) {
+      for (const bool averages : {true, false}) {
+        fill_past_all_operators(*layers, 0.25F * static_cast<float>(rank() / 2 + step));
+        as_fsdp(*layers).note_shard_writes();
+        expect_forward_of(0.25F * static_cast<float>(rank() / 2 + step), layers, mesh);
+        Group& replicas = *mesh["replicate"].group();
+        for (auto& shard : layers->parameters()) {
+          averages ? replicas.all_reduce(shard, ReduceOp::kSum, 2, kTest)->wait() : replicas.broadcast(shard, 1, kTest);
+        }
+        const float expected =
+            averages ? 0.125F + 0.25F * static_cast<float>(step) : 0.25F * static_cast<float>(1 + step);
+        expect_forward_of(expected, layers, mesh);
+      }
+    }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
 /// What a broken-off backward has left in flight is not waited for, but its memory is not used again too early.
 TEST(OnStreams, StepsThatBreakOffWithReductionsInFlight) {
   for (const auto& [arrangement, separate_group] :
