@@ -55,6 +55,11 @@ void Contents::add(const ShardedOptimStateDict& optimizer) {
   auto& numbers = numbers_.optimizer.emplace();
   for (const auto& item : optimizer.state) {
     for (const auto& [key, tensor] : item.value().tensors) {
+      FSDP_CHECK(
+          key.find('/') == std::string::npos,
+          "[save] '{}' of '{}' has a '/' in its name, after which it could not be loaded: name it otherwise",
+          key,
+          item.key());
       add(optimizer_name(item.key(), key), tensor, /*by_operators=*/true);
     }
     if (is_updated_here(item.value())) {

@@ -17,13 +17,18 @@
 
 namespace fsdp::disk {
 
-std::string absolute_path(const std::string& path) {
-  char here[PATH_MAX] = "";
-  if (!path.starts_with('/')) {
-    check_system(::getcwd(here, sizeof(here)) != nullptr, "find the folder above", path);
+std::string from_root(const std::string& path) {
+  if (path.starts_with('/')) {
+    return path;
   }
+  char here[PATH_MAX] = "";
+  check_system(::getcwd(here, sizeof(here)) != nullptr, "find the folder above", path);
+  return std::string(here) + "/" + path;
+}
+
+std::string plain_path(const std::string& path) {
   std::vector<std::string> names;
-  std::istringstream given(path.starts_with('/') ? path : std::string(here) + "/" + path);
+  std::istringstream given(from_root(path));
   for (std::string name; std::getline(given, name, '/');) {
     if (name == ".." && !names.empty()) {
       names.pop_back();

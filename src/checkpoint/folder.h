@@ -8,8 +8,10 @@ namespace fsdp::disk {
 
 /// And those above it; returns once their names are on the disk. No error if it is there.
 void make_folders(const std::string& path);
-/// From the root on, without "." and "..".
-std::string absolute_path(const std::string& path);
+/// From the root on.
+std::string from_root(const std::string& path);
+/// Likewise, without "." and "..", to be compared: links are not followed.
+std::string plain_path(const std::string& path);
 /// What lies in it, sorted; nothing if there is no such folder.
 std::vector<std::string> names_in(const std::string& path);
 bool is_file(const std::string& path); ///< and no link

@@ -126,7 +126,7 @@ std::string saved_state::save(
 PendingSave saved_state::save_async(
     const std::string& dir, int64_t step, const std::function<StateOfRank()>& state, const SaveOptions& options) {
   // The program may change its directory meanwhile.
-  return Save(dir.empty() ? dir : absolute_path(dir), step, options, kSaveAsync).run_in_background(state);
+  return Save(dir.empty() ? dir : from_root(dir), step, options, kSaveAsync).run_in_background(state);
 }
 
 std::string save(const std::string& dir, const StateToSave& state, const SaveOptions& options) {

@@ -117,7 +117,7 @@ void SaveOfRank::write_index() const {
 }
 
 bool SaveOfRank::is_into(const std::string& run) const {
-  return absolute_path(run) == absolute_path(dir_);
+  return plain_path(run) == plain_path(dir_);
 }
 
 void SaveOfRank::note_failure() {

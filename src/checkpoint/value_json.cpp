@@ -31,6 +31,22 @@ bool is_key(const IValue& value) {
   return value.isString() || value.isInt();
 }
 
+/// Of lists that have a type also when they are empty.
+const std::vector<std::pair<std::string, c10::TypePtr>>& kinds() {
+  static const std::vector<std::pair<std::string, c10::TypePtr>> all{
+      {"int", c10::IntType::get()},
+      {"float", c10::FloatType::get()},
+      {"bool", c10::BoolType::get()},
+      {"text", c10::StringType::get()}};
+  return all;
+}
+
+json empty_list(const c10::Type& type) {
+  const auto kind =
+      std::find_if(kinds().begin(), kinds().end(), [&](const auto& each) { return *each.second == type; });
+  return kind == kinds().end() ? json::array() : json{{"empty", kind->first}};
+}
+
 json encode(const IValue& value, const std::string& name, int depth);
 
 template <typename Values>
@@ -81,7 +97,8 @@ json encode(const IValue& value, const std::string& name, int depth) {
   if (value.isTuple()) {
     return {{"tuple", encode_each(value.toTupleRef().elements(), name, depth)}};
   }
-  return encode_each(value.toListRef(), name, depth);
+  const auto values = value.toListRef();
+  return values.empty() ? empty_list(*value.toList().elementType()) : encode_each(values, name, depth);
 }
 
 IValue special(const json& value, const std::string& name) {
@@ -109,6 +126,12 @@ bool are_all(const std::vector<IValue>& values, const Test& test) {
 
 // Of the type that a list of such values has in C++.
 IValue list_of_any(const std::vector<IValue>& values) {
+  if (are_all(values, [](const IValue& value) { return value.isBool(); })) {
+    return list_of<bool>(values);
+  }
+  if (are_all(values, [](const IValue& value) { return value.isString(); })) {
+    return list_of<std::string>(values);
+  }
   if (are_all(values, [](const IValue& value) { return value.isInt(); })) {
     return list_of<int64_t>(values);
   }
@@ -120,6 +143,13 @@ IValue list_of_any(const std::vector<IValue>& values) {
     list.push_back(value);
   }
   return list;
+}
+
+IValue empty_list_of(const json& name_of_kind, const std::string& name) {
+  const auto kind =
+      std::find_if(kinds().begin(), kinds().end(), [&](const auto& each) { return name_of_kind == each.first; });
+  FSDP_CHECK(kind != kinds().end(), "[load] '{}' is no value that is saved: the index is damaged", name);
+  return c10::impl::GenericList(kind->second);
 }
 
 IValue decode(const json& json, const std::string& name, int depth);
@@ -167,6 +197,9 @@ IValue decode_tagged(const json& object, const std::string& name, int depth) {
   FSDP_CHECK(object.size() == 1, "[load] '{}' is no value that is saved: the index is damaged", name);
   if (object.begin().key() == "float") {
     return special(object.begin().value(), name);
+  }
+  if (object.begin().key() == "empty") {
+    return empty_list_of(object.begin().value(), name);
   }
   if (object.begin().key() == "dict") {
     return decode_items(object.begin().value(), name, depth);

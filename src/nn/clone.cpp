@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 
 #include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
@@ -65,13 +66,20 @@ UnitRecipe& recipe_for(const std::shared_ptr<Unit>& unit, std::vector<UnitRecipe
 /// Parents come before their children.
 std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
   std::vector<UnitRecipe> recipes;
+  std::set<const Unit*> units;
   for (const auto& [path, module] : nn::modules_of(root)) {
     if (auto unit = nn::registry::find(*module)) {
       recipe_for(unit, recipes).paths.push_back(path);
+      units.insert(unit.get());
     }
   }
   for (const auto& slot : nn::slots_of(root)) {
     const auto* param = engine::param_of(slot.tensor);
+    FSDP_CHECK(
+        param == nullptr || units.empty() || units.count(&param->unit()) != 0,
+        "[clone] '{}' belongs to a module above, which has sharded it: clone that one, or call fully_shard on this one "
+        "too",
+        slot.path);
     FSDP_CHECK(
         param == nullptr || !param->bucket().is_extended(),
         "[clone] '{}' is gathered by a GatherExtension, which cannot be copied: build the model anew and load its "
@@ -112,14 +120,15 @@ void copy_requires_grad(torch::nn::Module& from, torch::nn::Module& to) {
   }
 }
 
-/// The copy's parameters of one unit, and those of others.
+/// The copy's parameters, unit by unit.
 struct CopiedParams {
-  std::map<const c10::TensorImpl*, ShardPlacement> placements;
-  std::vector<at::Tensor> others;
+  std::map<const c10::TensorImpl*, ShardPlacement> placements; ///< of those that have their values
+  std::vector<at::Tensor> others; ///< are none of the copy's next unit
 };
 
-/// Gives the copy's parameters their values, whole, where the originals belong to `unit`.
-CopiedParams fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy) {
+/// Gives the copy's parameters their values, whole, where the originals belong to `unit`. What one tensor was in
+/// modules of several units may be several in the copy: a later unit has what an earlier one has not taken.
+void fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy, CopiedParams& copied) {
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
   std::map<const engine::Param*, at::Tensor> wholes;
   unit.before_shard_read();
@@ -130,19 +139,28 @@ CopiedParams fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::M
       wholes[bucket->params()[i]] = values[i];
     }
   }
-  CopiedParams copied;
+  copied.others.clear();
   for (size_t i = 0; i < copies.size(); ++i) {
     at::Tensor parameter = copies[i].tensor;
-    const auto found = wholes.find(engine::param_of(originals[i].tensor));
-    if (found == wholes.end()) {
-      copied.others.push_back(parameter);
-    } else {
+    if (const auto found = wholes.find(engine::param_of(originals[i].tensor)); found != wholes.end()) {
       parameter.set_data(found->second);
       const engine::Param& param = *found->first;
       copied.placements[parameter.unsafeGetTensorImpl()] = {param.layout().dim(), param.bucket().mesh()};
+    } else if (copied.placements.count(parameter.unsafeGetTensorImpl()) == 0) {
+      copied.others.push_back(parameter);
     }
   }
-  return copied;
+}
+
+void check_all_sharded(torch::nn::Module& original, torch::nn::Module& copy) {
+  const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    FSDP_CHECK(
+        engine::param_of(originals[i].tensor) == nullptr || engine::param_of(copies[i].tensor) != nullptr,
+        "[clone] '{}' is a weight of modules of two units, which module->clone() unties: call fully_shard on a module "
+        "that has both before, or build the copy with the same ties (clone_into)",
+        copies[i].path);
+  }
 }
 
 /// How a sharded module's units were made.
@@ -167,6 +185,7 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
   for (const auto& [path, each] : nn::modules_of(copy)) {
     modules[path] = each;
   }
+  CopiedParams copied;
   for (auto item = recipes.rbegin(); item != recipes.rend(); ++item) { // children first
     const UnitRecipe& recipe = *item;
     std::vector<torch::nn::Module*> same;
@@ -174,7 +193,7 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
       same.push_back(modules.at(path));
     }
     auto options = options_of(*recipe.unit);
-    const CopiedParams copied = fill_those_of(*recipe.unit, module, copy);
+    fill_those_of(*recipe.unit, module, copy, copied);
     options.ignored_params = copied.others;
     options.shard_placement_fn = [&](const at::Tensor& parameter, const std::string&) -> std::optional<ShardPlacement> {
       const auto found = copied.placements.find(parameter.unsafeGetTensorImpl());
@@ -187,6 +206,7 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
     engine::InternalScope scope;
     unit.exchange_as(*recipe.unit);
   }
+  check_all_sharded(module, copy);
 }
 
 // -- a copy that somebody else has built

@@ -357,6 +357,17 @@ TEST_F(AsyncSave, IsWrittenWhereItsFolderWasAtTheCall) {
   std::filesystem::current_path(before);
 }
 
+// As the system reads it, and so `save` and `latest`.
+TEST_F(AsyncSave, IsWrittenWhereItsPathLeadsThroughLinks) {
+  torch::nn::Linear model(2, 2);
+  disk::make_folders(folder() + "/far/away");
+  disk::make_folders(folder() + "/here");
+  std::filesystem::create_directory_symlink(folder() + "/far/away", folder() + "/here/link");
+  save_async(folder() + "/here/link/../runs", {.model = model, .step = 7}).wait();
+  EXPECT_TRUE(disk::is_folder(folder() + "/far/runs/step-00000007"));
+  EXPECT_FALSE(disk::exists(folder() + "/here/runs"));
+}
+
 // What the failed one says of itself comes into its own folder.
 TEST_F(AsyncSave, ThatFailsSlowlyLeavesTheSameStepToTheNext) {
   on_threads(2, [&] {

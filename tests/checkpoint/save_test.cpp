@@ -238,6 +238,10 @@ TEST_F(Saves, HaveValuesOfTheProgram) {
       {"pair", c10::ivalue::Tuple::create(IValue(1), IValue(2.5))},
       {"numbers", std::vector<int64_t>{3, 4}},
       {"reals", std::vector<double>{0.5, infinity}},
+      {"texts", std::vector<std::string>{"a", "b"}},
+      {"flags", c10::List<bool>({true, false})},
+      {"no_reals", std::vector<double>{}},
+      {"no_texts", std::vector<std::string>{}},
       {"counts", counts},
       {"nested", nested},
       {"mixed", c10::ivalue::Tuple::create(std::vector<IValue>{IValue("a"), std::vector<int64_t>{1}})}};
@@ -250,6 +254,10 @@ TEST_F(Saves, HaveValuesOfTheProgram) {
   EXPECT_TRUE(got.at("tensor").toTensor().equal(torch::arange(5)));
   EXPECT_TRUE(std::isnan(got.at("nan").toDouble()));
   EXPECT_TRUE(std::signbit(got.at("zero").toDouble()));
+  EXPECT_EQ(got.at("texts").to<std::vector<std::string>>(), (std::vector<std::string>{"a", "b"}));
+  EXPECT_TRUE(got.at("flags").isBoolList());
+  EXPECT_TRUE(got.at("no_reals").toDoubleVector().empty());
+  EXPECT_TRUE(got.at("no_texts").to<std::vector<std::string>>().empty());
   got.erase("tensor");
   got.erase("nan");
   EXPECT_EQ(got, extra);

@@ -327,6 +327,69 @@ TEST_P(Clones, AreCutAsTheModelIsWhateverNamesRepeat) {
   });
 }
 
+struct PairImpl : nn::Cloneable<PairImpl> {
+  PairImpl() {
+    PairImpl::reset();
+  }
+  void reset() override {
+    first = register_module("first", nn::Linear(4, 4));
+    second = register_module("second", nn::Linear(4, 4));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return second(torch::tanh(first(x)));
+  }
+  nn::Linear first{nullptr}, second{nullptr};
+};
+
+/// Its parts share their first layer. LibTorch clones each part by itself, so that the copy has two of it.
+struct SharingImpl : nn::Cloneable<SharingImpl> {
+  SharingImpl() {
+    SharingImpl::reset();
+  }
+  void reset() override {
+    one = register_module("one", std::make_shared<PairImpl>());
+    other = register_module("other", std::make_shared<PairImpl>());
+    other->first = other->replace_module("first", one->first);
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    return other->forward(one->forward(x));
+  }
+  std::shared_ptr<PairImpl> one, other;
+};
+
+TEST_P(Clones, OfAModuleThatTwoUnitsShareAreShardedWhole) {
+  on_threads(GetParam(), [] {
+    const auto model = std::make_shared<SharingImpl>();
+    fully_shard(*model->one);
+    fully_shard(*model->other);
+    const auto message = error_message([&] { fsdp::clone(model); });
+    EXPECT_TRUE(contains(message, "is a weight of modules of two units")) << message;
+    fully_shard(*model);
+    const auto copy = fsdp::clone(model);
+    for (const auto& [path, parameter] : named_parameters(*copy)) {
+      EXPECT_TRUE(is_sharded(parameter)) << path;
+    }
+    const auto output = copy->forward(torch::full({2, 4}, static_cast<float>(rank() + 1)));
+    EXPECT_TRUE(torch::equal(output, model->forward(torch::full({2, 4}, static_cast<float>(rank() + 1)))));
+    output.sum().backward();
+    for (const auto& parameter : parameters(*copy)) {
+      EXPECT_TRUE(parameter.grad().defined() || parameter.numel() == 0);
+    }
+  });
+}
+
+TEST_P(Clones, OfAPartThatAModuleAboveHasShardedAreRefused) {
+  on_threads(GetParam(), [] {
+    const auto model = std::make_shared<SharingImpl>();
+    fully_shard(*model->one->second);
+    fully_shard(*model);
+    const auto message = error_message([&] { fsdp::clone(model->one); });
+    EXPECT_TRUE(contains(message, "'first.weight' belongs to a module above")) << message;
+    nn::Linear copy = fsdp::clone(model->one->second);
+    EXPECT_TRUE(torch::equal(copy->forward(torch::ones({2, 4})), model->one->second->forward(torch::ones({2, 4}))));
+  });
+}
+
 TEST(ClonesOfOneRank, AreReadByAnotherThreadWhileTheModelTrains) {
   on_threads(1, [] {
     auto model = std::make_shared<CopyableImpl>();

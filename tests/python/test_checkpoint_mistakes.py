@@ -38,6 +38,25 @@ def test_a_background_save_that_fails_is_an_error_for_all_who_wait(folder=None):
     assert libfsdp.save_async(folder, run.model, run.optimizer, step=3).wait().endswith("step-00000003")
 
 
+class Averaging(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter].setdefault("mean/fast", torch.zeros_like(parameter))
+
+
+@on_ranks(2, comm=("shm",))
+def test_states_whose_names_could_not_be_read_again_are_not_saved(folder=None):
+    model = fully_shard(nn.Linear(2, 2))
+    optimizer = Averaging(model.parameters())
+    optimizer.step()
+    with pytest.raises(libfsdp.Error, match="'mean/fast' of 'weight' has a '/' in its name"):
+        libfsdp.save(folder, model, optimizer)
+    assert libfsdp.latest(folder) is None
+
+
 @on_ranks(1, comm=("shm",))
 def test_mistakes_are_named(folder=None):
     model, itself = nn.Linear(2, 2), []
