@@ -77,8 +77,8 @@ std::vector<UnitRecipe> recipes_of(torch::nn::Module& root) {
     const auto* param = engine::param_of(slot.tensor);
     FSDP_CHECK(
         param == nullptr || units.empty() || units.count(&param->unit()) != 0,
-        "[clone] '{}' belongs to a module above, which has sharded it: clone that one, or call fully_shard on this one "
-        "too",
+        "[clone] '{}' belongs to a unit of modules outside of this one: clone a module that has them too, or call "
+        "fully_shard on this one before the one above",
         slot.path);
     FSDP_CHECK(
         param == nullptr || !param->bucket().is_extended(),
@@ -157,7 +157,7 @@ void check_all_sharded(torch::nn::Module& original, torch::nn::Module& copy) {
   for (size_t i = 0; i < copies.size(); ++i) {
     FSDP_CHECK(
         engine::param_of(originals[i].tensor) == nullptr || engine::param_of(copies[i].tensor) != nullptr,
-        "[clone] '{}' is a weight of modules of two units, which module->clone() unties: call fully_shard on a module "
+        "[clone] '{}' is one tensor with a weight elsewhere, and in the copy no sharded module has it: shard a module "
         "that has both before, or build the copy with the same ties (clone_into)",
         copies[i].path);
   }
