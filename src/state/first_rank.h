@@ -21,6 +21,10 @@ class FromFirstRank {
   bool is_first() const {
     return is_first_;
   }
+  /// Among whose ranks; unset where nothing is sharded.
+  const std::optional<Mesh>& mesh() const {
+    return mesh_;
+  }
   /// The first rank's. Collective.
   std::string text(std::string mine) const;
   /// An Error on all ranks if one has other tensors than the first: what is not sharded may differ. Collective.
@@ -32,7 +36,7 @@ class FromFirstRank {
  private:
   Label label_;
   bool is_first_;
-  std::optional<Mesh> mesh_; // unset where nothing is sharded: then every rank is the first
+  std::optional<Mesh> mesh_; // if unset, every rank is the first
 };
 
 } // namespace fsdp::state

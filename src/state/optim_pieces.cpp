@@ -91,7 +91,7 @@ ShardedOptimStateDict pieces_of_first_rank(const OptimizerOfModel& here, const O
     return encode(state);
   };
   const OptimStateDict outline = decode(text_in(first.text(first.is_first() ? text_or_reason(outline_here) : "")));
-  check_on_all_ranks(mesh_of(here.tensors, here.operation), {here.operation, ""}, [&] {
+  check_on_all_ranks(first.mesh(), {here.operation, ""}, [&] {
     check_optim_state(here, outline); // what is not sharded may have other sizes here
   });
   return pieces(here, outline, [&](const auto& name, const auto& key, const at::Tensor& like) {

@@ -212,20 +212,18 @@ TEST(C10dForeign, WhatIsBrokenOffWhileTheHostWaitsForItIsAnError) {
   const auto exchange = [](Group& group) { group.exchange("text", kTest); };
   for (const auto& [collective, turns] :
        {std::pair<std::function<void(Group&)>, int>(barrier, 1), {exchange, 1}, {exchange, 2}}) {
-    on_processes(2, [&] {
-      setenv("FSDP_CHECK_ORDER", "0", /*overwrite=*/1);
-      const Launch launch = read_launch();
-      Rendezvous rendezvous(launch, std::chrono::seconds(60));
-      const auto make = [](const StorePointer& store, const Launch& own) -> c10::intrusive_ptr<c10d::Backend> {
-        return make_gloo<BreaksOff>(store, own);
-      };
-      const auto group = Group::from(make_process_group(rendezvous, launch, make));
-      collective(*group);
-      BreaksOff::in_turns = turns;
-      const auto message = error_message<CommError>([&] { collective(*group); });
-      EXPECT_TRUE(contains(message, "it or an earlier collective failed"));
-      rendezvous.leave(std::chrono::seconds(20));
-    });
+    run_foreign(
+        2,
+        [&](const GroupPointer& group) {
+          collective(*group);
+          BreaksOff::in_turns = turns;
+          const auto message = error_message<CommError>([&] { collective(*group); });
+          EXPECT_TRUE(contains(message, "it or an earlier collective failed"));
+        },
+        [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
+          setenv("FSDP_CHECK_ORDER", "0", /*overwrite=*/1); // which are collectives too
+          return make_gloo<BreaksOff>(store, launch);
+        });
   }
 }
 
