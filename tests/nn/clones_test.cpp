@@ -370,7 +370,7 @@ TEST_P(Clones, OfAPartThatAModuleAboveHasShardedAreRefused) {
     fully_shard(*model->one->second);
     fully_shard(*model);
     const auto message = error_message([&] { fsdp::clone(model->one); });
-    EXPECT_TRUE(contains(message, "'first.weight' belongs to a unit of modules outside of this one")) << message;
+    EXPECT_TRUE(contains(message, "belongs to a unit of modules outside of this one")) << message;
     nn::Linear copy = fsdp::clone(model->one->second);
     const auto x = torch::ones({2, 4});
     EXPECT_TRUE(torch::equal(copy->forward(x), model->one->second->forward(x)));
