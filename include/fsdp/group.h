@@ -140,9 +140,9 @@ class FSDP_API Group {
 
   /// From now until its `end_unseen_writes`, or until its slices are seen to have changed, this rank may write them
   /// with no word to any home. Returns once no rank reads them in place; gathers come after all ranks' writes.
-  /// Collective.
-  virtual void begin_unseen_writes(const ExpectedWrites& expected, const Label& label) = 0;
-  virtual void end_unseen_writes() = 0;
+  /// Collective. Nothing to do where nobody reads what another rank writes.
+  virtual void begin_unseen_writes(const ExpectedWrites& /*expected*/, const Label& /*label*/) {}
+  virtual void end_unseen_writes() {}
 
   virtual std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) = 0;
   /// In place; `tensor` is contiguous.

@@ -77,10 +77,10 @@ struct FullyShardOptions {
   ShardPlacementFn shard_placement_fn = nullptr;
   MixedPrecisionPolicy mp_policy = {};
   std::variant<OffloadPolicy, CPUOffloadPolicy> offload_policy = OffloadPolicy{};
-  /// Left alone: neither sharded nor moved.
+  /// Left alone: neither sharded nor moved. So are buffers that are named here.
   std::vector<at::Tensor> ignored_params = {};
-  /// Parameters and buffers get rank 0's values before they are sharded, the ignored excepted. Unset, every rank keeps
-  /// its part of its own values, and a difference is warned of.
+  /// Parameters, the ignored excepted, and all buffers get rank 0's values before they are sharded. Unset, every rank
+  /// keeps its part of its own values, and a difference is warned of.
   bool sync_module_states = false;
 };
 

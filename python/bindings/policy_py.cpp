@@ -64,6 +64,7 @@ void bind_policy(py::module_& m) {
           "set_offload",
           [](FullyShardOptions& options, bool pin_memory) { options.offload_policy = CPUOffloadPolicy{pin_memory}; })
       .def_readwrite("sync_module_states", &FullyShardOptions::sync_module_states)
+      .def_readwrite("ignored_params", &FullyShardOptions::ignored_params)
       .def("set_placements", &set_placements);
 }
 

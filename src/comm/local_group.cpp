@@ -65,8 +65,6 @@ class LocalGroup final : public Group {
   bool gathers_in_place() const override {
     return true;
   }
-  void begin_unseen_writes(const ExpectedWrites&, const Label&) override {}
-  void end_unseen_writes() override {}
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     check_reduce_scatter(args, /*rank=*/0, /*size=*/1, label);
     for (size_t i = 0; i < args.wholes.size(); ++i) {

@@ -64,8 +64,8 @@ StorePtr part_of(const Launch& launch, const StorePtr& store, int number) {
 }
 
 StorePtr enter(const Launch& launch, std::chrono::milliseconds timeout) {
-  const auto store = connect_to_rendezvous(launch, timeout);
-  return part_of(launch, store, next_part());
+  const int part = next_part(); // as the others, whether this rank reaches them or not
+  return part_of(launch, connect_to_rendezvous(launch, timeout), part);
 }
 
 /// "rank 1 has", "ranks 1, 2 have"
@@ -114,10 +114,14 @@ std::vector<int> dead_rank(Store& store, int64_t number) {
   return died ? std::vector<int>{rank} : std::vector<int>{};
 }
 
-/// Of the rank that each watches: the one before it, the first the last.
-bool neighbour_died(Store& store, int64_t mine) {
-  const int64_t watched = mine > 0 ? mine - 1 : store.add(witnesses(), 0) - 1;
-  return watched != mine && !dead_rank(store, watched).empty();
+/// Of those that each watches in turn, one in a look: the one before it first, in a circle.
+bool watched_died(Store& store, int64_t mine, int64_t look) {
+  const int64_t watched = mine - 1 - look;
+  if (watched >= 0) {
+    return !dead_rank(store, watched).empty();
+  }
+  const int64_t count = store.add(witnesses(), 0);
+  return !dead_rank(store, (watched % count + count) % count).empty(); // this rank itself has not
 }
 
 /// Who has come may end.
@@ -155,9 +159,9 @@ void tell_why(const Launch& launch, const StorePtr& store, const std::string& re
 }
 
 /// Why the ranks will not meet, if that is known already. Who gives up says why before it ends: asked for last.
-/// `watches_all`: else one other rank, and all once that has died.
-std::string failure(Store& store, int64_t witness, const std::string& what, bool watches_all) {
-  const auto died = watches_all || neighbour_died(store, witness) ? deaths(store, what) : "";
+/// `watches_all`: else one other rank in each look, and all once that has died.
+std::string failure(Store& store, int64_t witness, const std::string& what, int64_t look, bool watches_all) {
+  const auto died = watches_all || watched_died(store, witness, look) ? deaths(store, what) : "";
   return store.check({kGivenUp}) ? store.get_to_str(kGivenUp) : died;
 }
 
@@ -218,10 +222,11 @@ void Rendezvous::come_to(const Round& round) {
 
 void Rendezvous::await_all(const Round& round) {
   const auto end = Clock::now() + limit();
-  while (!all_came(round, std::min(kSlice, limit()))) {
-    const auto failed = ask<std::string>([store = store_, witness = witness_, what = round.key, all = round.one_waits] {
-      return failure(*store, witness, what, all);
-    });
+  for (int64_t look = 0; !all_came(round, std::min(kSlice, limit())); ++look) {
+    const auto failed =
+        ask<std::string>([store = store_, witness = witness_, what = round.key, look, all = round.one_waits] {
+          return failure(*store, witness, what, look, all);
+        });
     if (!failed.empty() && !all_came(round, kAtOnce)) {
       fail(failed);
     }
@@ -328,7 +333,7 @@ void Rendezvous::leave(std::chrono::milliseconds limit) {
 }
 
 void refuse_to_meet(const Launch& launch, std::chrono::milliseconds timeout, const std::string& reason) {
-  const int part = next_part(); // as the others, whether they are reached or not
+  const int part = next_part();
   try {
     const auto store = connect_to_rendezvous(launch, std::min(bounded(timeout), kRefusalLimit));
     tell_why(launch, part_of(launch, store, part), reason);

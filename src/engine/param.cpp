@@ -191,7 +191,7 @@ void Param::install_handle(const at::Tensor& handle) {
     requires_grad_ = handle.requires_grad(); // what it says so far is nobody's wish
     hooked_ = stands_in_ = false;
   }
-  handle_ = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>(handle.getIntrusivePtr());
+  handle_ = WeakTensor(handle.getIntrusivePtr());
   end_stand_in();
   const at::Tensor former = std::exchange(
       stand_in_,

@@ -215,7 +215,7 @@ class alignas(64) Param {
   void take_off_stand_in(at::Tensor& gradient);
 
   // Touches and arriving gradients look at these; with many units they come from far away each time, hence in one line.
-  c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl> handle_;
+  WeakTensor handle_;
   std::shared_ptr<ShownShard> shown_; // null: the shard itself
   at::Tensor shard_;
   WeakStorage shard_storage_; // which it was given last; users may give it other data

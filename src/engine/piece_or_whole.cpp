@@ -70,11 +70,9 @@ void set_tensor(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
   }
 }
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-
 /// What an operator last made of a shard, on this thread.
 struct ShardCopy {
-  WeakTensor copy; // nothing else comes to lie at its address
+  WeakTensor copy;
   std::vector<int64_t> whole_sizes;
   std::string name;
 };

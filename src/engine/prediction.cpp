@@ -4,6 +4,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/stream.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
 
@@ -24,7 +25,10 @@ int64_t gradient_bytes(const Unit& unit) {
 }
 
 bool reads_in_place(const Param& param) {
-  return param.bucket().gather_group->gathers_in_place();
+  const Bucket& bucket = param.bucket();
+  const Unit& unit = param.unit();
+  const bool comes_from_host = unit.offloaded() && has_streams(unit.device());
+  return bucket.gather_group->gathers_in_place() && !bucket.is_extended() && !comes_from_host;
 }
 
 // What this rank pays when the unit is whole.

@@ -38,6 +38,9 @@ struct Tenant {
 /// It lives on with views of what lay there; as nobody's, once it has been left. May die on any thread.
 using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
 
+/// While it lives nothing else comes to lie at the tensor's address.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 /// Null for a tensor that is not ours. One pointer comparison: cheap enough for every operator.
 Tenant* tenant_of(const at::Tensor& tensor);
 

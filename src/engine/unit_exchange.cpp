@@ -41,6 +41,9 @@ void Unit::choose_reduce_groups() {
       group = group->part(/*color=*/0, "reductions", label("set_separate_reduce_scatter_group"));
     }
     bucket->reduce_group = exchange_.reduce_scatter ? with_reduce_scatter(group, exchange_.reduce_scatter) : group;
+    if (exchange_.backend_memory) {
+      set_backend_memory(*bucket->reduce_group, true);
+    }
   }
 }
 

@@ -4,15 +4,16 @@
 #include <unordered_map>
 
 #include "engine/internal_scope.h"
+#include "engine/tenant.h"
 
 namespace fsdp::nn::lowered_buffers {
 
 namespace {
 
-using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+using engine::WeakTensor;
 
 struct Lowered {
-  WeakTensor buffer; // so that no other comes to lie there
+  WeakTensor buffer;
   c10::ScalarType saved;
 };
 

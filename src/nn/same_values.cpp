@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
+#include <unordered_map>
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/ops/linspace.h>
@@ -11,6 +13,7 @@
 #include "base/log.h"
 #include "engine/internal_scope.h"
 #include "engine/recorded_storage.h"
+#include "engine/tenant.h"
 
 namespace fsdp::nn {
 
@@ -60,6 +63,26 @@ std::string digest_of(const at::Tensor& tensor) {
   return shortened(std::string(static_cast<const char*>(some.const_data_ptr()), some.nbytes()));
 }
 
+// What a module below has sent among its own ranks stays: they may be others.
+namespace sent_buffers {
+
+std::mutex mutex;
+std::unordered_map<const c10::TensorImpl*, engine::WeakTensor> all;
+
+bool has(const at::Tensor& buffer) {
+  const std::lock_guard lock(mutex);
+  return all.count(buffer.unsafeGetTensorImpl()) > 0;
+}
+
+void add(const at::Tensor& buffer) {
+  if (buffer.defined()) {
+    const std::lock_guard lock(mutex);
+    std::erase_if(all, [](const auto& item) { return item.second.expired(); });
+    all.try_emplace(buffer.unsafeGetTensorImpl(), buffer.getIntrusivePtr());
+  }
+}
+
+} // namespace sent_buffers
 } // namespace
 
 std::string digests_of_values(const std::vector<engine::ParamSpec>& params) {
@@ -114,7 +137,10 @@ void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor
     broadcast_from_first(param.tensor, param.placement.mesh.value_or(spec.mesh), label);
   }
   for (const auto& buffer : buffers) {
-    broadcast_from_first(buffer, spec.mesh, label);
+    if (!sent_buffers::has(buffer)) {
+      broadcast_from_first(buffer, spec.mesh, label);
+      sent_buffers::add(buffer);
+    }
   }
 }
 

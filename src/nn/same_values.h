@@ -20,7 +20,7 @@ void warn_of_other_values(
 
 /// All ranks of a mesh get the values of the first. Nothing for tensors without plain memory. Collective.
 void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Label& label);
-/// The same of all parameters of a unit, and buffers.
+/// The same of all parameters of a unit, and of buffers that no module below has sent.
 void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor>& buffers);
 
 } // namespace fsdp::nn

@@ -4,7 +4,7 @@
 #include <map>
 #include <mutex>
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 
 #include "base/check.h"
 #include "engine/flat_shard.h"
@@ -18,13 +18,14 @@ namespace fsdp::nn::strangers {
 
 namespace {
 
-using Ignored = std::shared_ptr<const std::unordered_set<const c10::TensorImpl*>>;
+using Ignored = std::unordered_map<const c10::TensorImpl*, engine::WeakTensor>;
+using KnownIgnored = std::shared_ptr<const Ignored>;
 
 std::mutex mutex;
 // By unit: it dies with its module, whose address may be used again.
-std::map<std::weak_ptr<engine::Unit>, Ignored, std::owner_less<>> ignored_by_unit;
+std::map<std::weak_ptr<engine::Unit>, KnownIgnored, std::owner_less<>> ignored_by_unit;
 
-Ignored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
+KnownIgnored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
   std::lock_guard lock(mutex);
   const auto found = ignored_by_unit.find(unit);
   return found == ignored_by_unit.end() ? nullptr : found->second;
@@ -82,7 +83,7 @@ class Search {
     if (!is_stranger(parameter)) {
       return;
     }
-    const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const Ignored& known) {
+    const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const KnownIgnored& known) {
       return known != nullptr && known->count(parameter.unsafeGetTensorImpl()) > 0;
     });
     if (!ignored) {
@@ -105,16 +106,16 @@ class Search {
   }
 
   const char* operation_;
-  std::vector<Ignored> sharded_; // of the sharded modules above, and of this one
+  std::vector<KnownIgnored> sharded_; // of the sharded modules above, and of this one
   std::vector<const std::string*> path_;
 };
 
 } // namespace
 
 void note_ignored(const std::shared_ptr<engine::Unit>& unit, const std::vector<at::Tensor>& ignored) {
-  auto known = std::make_shared<std::unordered_set<const c10::TensorImpl*>>();
+  auto known = std::make_shared<Ignored>();
   for (const auto& tensor : ignored) {
-    known->insert(tensor.unsafeGetTensorImpl());
+    known->try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
   }
   std::lock_guard lock(mutex);
   std::erase_if(ignored_by_unit, [](const auto& item) { return item.first.expired(); });

@@ -304,6 +304,75 @@ TEST(C10dForeign, ASplitOfTheBackendsOwnThatFailsOnOneRankEndsTheOthers) {
   });
 }
 
+/// As NCCL's: all ranks of the parent take part, each with its own part.
+class SplitsTogether final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  const std::string getBackendName() const override {
+    return "together";
+  }
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Backend::Options>& options) override {
+    Gloo::barrier({})->wait(std::chrono::seconds(20));
+    return Gloo::split(store, ranks, options);
+  }
+};
+
+TEST(C10dForeign, ARankThatIsAloneTakesPartInTheSplitOfTheBackends) {
+  run_foreign(
+      3,
+      [](const GroupPointer& group) {
+        const auto part = group->split(group->rank() == 1 ? 1 : 0, kTest);
+        EXPECT_EQ(part->size(), group->rank() == 1 ? 1 : 2);
+        EXPECT_EQ(part->exchange("x", kTest).size(), static_cast<size_t>(part->size()));
+        EXPECT_EQ(group->split(group->rank(), kTest)->size(), 1);
+        group->barrier(kTest);
+      },
+      [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
+        return make_gloo<SplitsTogether>(store, launch);
+      });
+}
+
+/// Whose work throws what it failed of, whatever it is asked.
+class ThrowsWhenAsked final : public Gloo {
+ public:
+  using Gloo::Gloo;
+  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
+    const auto work = Gloo::_allgather_base(output, input, options);
+    return broken && getRank() == 1 ? C10dWork(c10::make_intrusive<Broken>()) : work;
+  }
+  inline static bool broken = false;
+
+ private:
+  class Broken final : public c10d::Work {
+   public:
+    bool isCompleted() override {
+      throw std::runtime_error("the card is gone");
+    }
+    bool wait(std::chrono::milliseconds) override {
+      throw std::runtime_error("the card is gone");
+    }
+  };
+};
+
+TEST(C10dForeign, AWorkThatThrowsWhenItIsAskedIsAnErrorOnAllRanks) {
+  run_foreign(
+      2,
+      [](const GroupPointer& group) {
+        const auto home = group->make_home(all_sorts(group->size()), {}, kTest);
+        ThrowsWhenAsked::broken = true;
+        const auto message = error_message<CommError>([&] { home->gather(kTest)->wait(); });
+        EXPECT_TRUE(contains(message, "the card is gone")) << message;
+        EXPECT_THROW(group->barrier(kTest), CommError);
+      },
+      [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
+        setenv("FSDP_CHECK_ORDER", "0", /*overwrite=*/1); // which are collectives too
+        return make_gloo<ThrowsWhenAsked>(store, launch);
+      });
+}
+
 // Models come and go, and each makes a `Group` of the same process group.
 TEST(C10dForeign, EachGroupOfAProcessGroupSplitsAnew) {
   on_processes(4, [] {

@@ -50,6 +50,18 @@ TEST_F(TwoBoards, TellsWhereTheOthersAre) {
   EXPECT_EQ(mine.ask({5, "unshard of 'b'"}), "");
 }
 
+// Else each of many ranks would ask about each, all at once.
+TEST_F(TwoBoards, OfThoseThatGiveUpTogetherOneAsksForAll) {
+  EXPECT_EQ(mine.ask({5, "unshard of 'a'"}), "rank 1 has not been seen at it");
+  std::thread announcing([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    mine.announce("it took longer than 60 s; rank 1 has not been seen at it");
+  });
+  EXPECT_EQ(
+      other.ask({4, "unshard of 'b'"}), "rank 0 gave up: it took longer than 60 s; rank 1 has not been seen at it");
+  announcing.join();
+}
+
 TEST_F(TwoBoards, AWaitThatIsOverIsNotListenedFor) {
   mine.wait_at({1, "barrier"});
   mine.stop_listening();

@@ -328,6 +328,30 @@ TEST(Rendezvous, WhoDiesAtTheEndIsFoundBehindABusyRank) {
   on_processes(3, body, {.lost = {kDies}});
 }
 
+// Each watches another rank in each look.
+TEST(Rendezvous, WhoDiesIsFoundBehindABusyRank) {
+  constexpr int kDies = 1, kIsBusy = 2;
+  const auto body = [] {
+    const int rank = process_rank();
+    const auto found = process_folder() / "found";
+    std::this_thread::sleep_for(milliseconds(300 * rank)); // the first watches the last first, which is busy
+    Rendezvous rendezvous(launch_of(rank, 3), seconds(600));
+    if (rank == kDies) {
+      raise(SIGKILL);
+    }
+    if (rank == kIsBusy) {
+      while (!std::filesystem::exists(found)) {
+        std::this_thread::sleep_for(milliseconds(10));
+      }
+    } else {
+      const auto message = error_message<CommError>([&] { rendezvous.exchange("x"); });
+      EXPECT_TRUE(contains(message, "rank 1 has died")) << message;
+      std::ofstream(found) << "it";
+    }
+  };
+  on_processes(3, body, {.lost = {kDies}});
+}
+
 // It has come to all meetings, and nobody waits for it any more.
 TEST(Rendezvous, ARankThatEndsEarlyIsNotFoundDead) {
   on_processes(3, [] {
@@ -361,6 +385,24 @@ TEST(Rendezvous, RanksThatRefusedAfterOneAnotherMeetNext) {
       refuse_to_meet(launch, seconds(60), "no device");
     }
     Rendezvous rendezvous(launch, seconds(60));
+    EXPECT_EQ(rendezvous.exchange("x").size(), 2);
+    rendezvous.leave(seconds(60));
+  });
+}
+
+TEST(Rendezvous, RanksThatTryAgainAfterOneDidNotReachTheOthersMeet) {
+  on_processes(2, [] {
+    const int rank = process_rank();
+    FileExchange exchange(process_folder(), rank, 2);
+    if (rank == 1) {
+      error_message<CommError>([&] { Rendezvous(launch_of(1, 2), milliseconds(200)); }); // nobody serves it yet
+    }
+    exchange("");
+    if (rank == 0) {
+      error_message<CommError>([&] { Rendezvous(launch_of(0, 2), milliseconds(200)); });
+    }
+    exchange("");
+    Rendezvous rendezvous(launch_of(rank, 2), seconds(60));
     EXPECT_EQ(rendezvous.exchange("x").size(), 2);
     rendezvous.leave(seconds(60));
   });

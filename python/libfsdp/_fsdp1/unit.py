@@ -141,15 +141,8 @@ def _shard(
     flat: _C.FlatView,
 ) -> tuple[_C.Unit, list[list[torch.Tensor | None]]]:
     name, tensors, below, buffers = view_of(module, slots, wholes, clean_tensor_name)
-    left_alone = ignored.buffers
-    buffers = [buffer for buffer in buffers if buffer not in left_alone]
-    if options.sync_module_states:  # a wrapper below has sent its own among its own ranks
-        buffers = [buffer for buffer in buffers if not hasattr(buffer, "_fsdp_synced")]
-    made = _C.shard_modules([(name, tensors, below, buffers)], options, flat)
-    if options.sync_module_states:
-        for buffer in buffers:
-            buffer._fsdp_synced = True
-    return made
+    options.ignored_params = list(ignored.buffers)  # they are sent, and not moved
+    return _C.shard_modules([(name, tensors, below, buffers)], options, flat)
 
 
 def _sharded_for(

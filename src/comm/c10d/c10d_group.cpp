@@ -96,9 +96,6 @@ class C10dGroup final : public Group {
     return false;
   }
 
-  void begin_unseen_writes(const ExpectedWrites&, const Label&) override {} // nobody reads what another rank writes
-  void end_unseen_writes() override {}
-
   std::unique_ptr<Work> reduce_scatter(ReduceScatter args, const Label& label) override {
     check_reduce_scatter(args, rank(), size(), label);
     return adapter::start_reduce_scatter(channel_, std::move(args), label);
@@ -158,12 +155,18 @@ class C10dGroup final : public Group {
     channel_->require_own(label);
     const auto new_number = [&] { return new_split_number(*channel_->process_group(), channel_->timeout()); };
     const auto mine = rank() == 0 ? channel_->guarded(label, "split", new_number) : 0;
-    const auto number = exchange(std::to_string(mine), label)[0];
     const auto members = ranks_of_color(*this, color, label);
-    if (members.size() == 1) {
+    const auto told = exchange(phrase("{} {}", members.size(), mine), label);
+    const bool all_alone =
+        std::all_of(told.begin(), told.end(), [](const auto& text) { return text.starts_with("1 "); });
+    if (members.size() == 1 && (options_.make_process_group || all_alone)) {
       return group_of_one();
     }
-    return c10d_group(make_part(members, phrase("{}/{}", number, members.front()), label), options_);
+    const auto number = told[0].substr(told[0].find(' ') + 1);
+    auto options = options_;
+    options.ours = true; // nobody else has the part
+    const auto part = c10d_group(make_part(members, phrase("{}/{}", number, members.front()), label), options);
+    return members.size() == 1 ? group_of_one() : part; // a process group is split by all of its ranks
   }
 
   void abort(const std::string& reason) override {

@@ -241,7 +241,7 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
       // c10d throws for the end of a slice as for a failure; a failure ends the work, or comes before the slice is
       // over. Work that has ended may have ended well, only just too late for the slice.
       const bool slice_is_over = Clock::now() >= begin + slice;
-      const bool ended = work.isCompleted();
+      const bool ended = has_ended(work);
       if (ended && ended_well(work)) {
         board_->stop_listening();
         return;

@@ -51,7 +51,8 @@ class WithEpilogue final : public c10d::Work {
     const bool finished =
         std::all_of(works_.begin(), works_.end(), [&](const auto& work) { return work->wait(timeout); });
     if (epilogue_) {
-      std::exchange(epilogue_, nullptr)();
+      epilogue_();
+      epilogue_ = nullptr; // not before it has succeeded: who asks again is not told that all is done
     }
     return finished;
   }

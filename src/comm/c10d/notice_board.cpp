@@ -21,8 +21,10 @@ using Place = NoticeBoard::Place;
 
 constexpr auto kPoll = std::chrono::milliseconds(200);
 constexpr auto kAnswerLimit = std::chrono::seconds(5);
+constexpr auto kAskersLimit = std::chrono::seconds(3);
 // Plain, as background threads may read them at exit.
 constexpr const char* kAborted = "aborted";
+constexpr const char* kAsks = "asks";
 constexpr const char* kNoStore =
     "the process that serves the rendezvous store (rank 0, or torchrun's agent) has died or cannot be reached";
 
@@ -53,6 +55,24 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
     return phrase("rank {} has not been seen at it", rank);
   }
   return name == place.name ? "" : phrase("rank {} is in {}", rank, name);
+}
+
+/// Who asks about each rank, then announces what it heard; else nobody needs to ask. When all give up at once only the
+/// first asks, and the others wait for its word, for a moment.
+bool is_the_one_who_asks(c10d::Store& store, int rank) {
+  const std::string text = std::to_string(rank);
+  const std::vector<uint8_t> mine(text.begin(), text.end());
+  if (store.check({kAborted})) {
+    return false;
+  }
+  if (store.compareSet(kAsks, {}, mine) == mine) {
+    return true;
+  }
+  try {
+    store.wait({kAborted}, kAskersLimit);
+  } catch (const std::exception&) { // it has died meanwhile, say
+  }
+  return false;
 }
 
 /// Tells the others this rank's place, then waits for the reason of one that gives up; nothing if the wait is over
@@ -125,8 +145,8 @@ std::string NoticeBoard::ask(const Place& place) const {
     return "";
   }
   return hear_out([store = store_, rank = rank_, size = size_, place]() -> std::string {
-    if (store->check({kAborted})) {
-      return store->get_to_str(kAborted);
+    if (!is_the_one_who_asks(*store, rank)) {
+      return store->check({kAborted}) ? store->get_to_str(kAborted) : "";
     }
     std::vector<std::string> others;
     for (int other = 0; other < size; ++other) {
