@@ -357,6 +357,25 @@ TEST_F(AsyncSave, IsWrittenWhereItsFolderWasAtTheCall) {
   std::filesystem::current_path(before);
 }
 
+TEST_F(AsyncSave, OfARankWhoseDirectoryIsGoneIsAnErrorOnAllRanks) {
+  on_processes(2, [] {
+    init({.backend = "shm"});
+    const auto gone = process_folder() / ("of-rank-" + std::to_string(rank()));
+    const auto stays = process_folder() / "stays";
+    disk::make_folders(gone);
+    disk::make_folders(stays);
+    std::filesystem::current_path(rank() == 1 ? gone : stays);
+    std::filesystem::remove(gone);
+    torch::nn::Linear model(2, 2);
+    fully_shard(*model);
+    auto pending = save_async("a", {.model = model});
+    const auto message = error_message([&] { pending.wait(); });
+    EXPECT_TRUE(contains(message, "[save] rank 1: [checkpoint] could not")) << message;
+    EXPECT_TRUE(contains(message, "No such file or directory")) << message;
+    shutdown();
+  });
+}
+
 // As the system reads it, and so `save` and `latest`.
 TEST_F(AsyncSave, IsWrittenWhereItsPathLeadsThroughLinks) {
   torch::nn::Linear model(2, 2);

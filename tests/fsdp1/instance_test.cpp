@@ -150,6 +150,20 @@ TEST(Instance, GetTheFirstRanksValues) {
   });
 }
 
+TEST(Instance, LeaveBuffersToWrappersAmongOtherRanks) {
+  on_threads(2, [] {
+    torch::nn::BatchNorm1d own(4), common(4);
+    own->running_mean.fill_(rank());
+    common->running_mean.fill_(rank());
+    const FullyShardedDataParallel<torch::nn::BatchNorm1d> alone(
+        own, {.process_group = group_of_one(), .sync_module_states = true});
+    const Wrapped all(
+        torch::nn::Sequential(torch::nn::Linear(4, 4), own, common), FSDPOptions{.sync_module_states = true});
+    EXPECT_TRUE(own->running_mean.eq(rank()).all().item<bool>());
+    EXPECT_TRUE(common->running_mean.eq(0).all().item<bool>());
+  });
+}
+
 TEST(Instance, LeaveIgnoredModulesAndStatesAlone) {
   on_threads(2, [] {
     auto layers = two_layers();

@@ -60,6 +60,26 @@ TEST_P(Drift, AModuleThatWasExchangedIsRefused) {
   });
 }
 
+// Memory is used again.
+TEST_P(Drift, WhatComesToLieWhereAnIgnoredParameterLayIsAStranger) {
+  on_threads(GetParam(), [] {
+    Net model;
+    fully_shard(*model, {.ignored_params = model->head->parameters()});
+    const auto* ignored = model->head->weight.unsafeGetTensorImpl();
+    model->exchange_head();
+    for (auto& parameter : model->head->parameters()) {
+      parameter.set_requires_grad(false);
+    }
+    std::vector<at::Tensor> others;
+    while (others.empty() || (others.back().unsafeGetTensorImpl() != ignored && others.size() < 1000)) {
+      others.push_back(torch::ones({2}));
+    }
+    model->head->register_parameter("late", others.back());
+    const auto said = error_message([&] { parameters(*model); });
+    EXPECT_TRUE(contains(said, "'head.late' was registered below a sharded module")) << said;
+  });
+}
+
 TEST_P(Drift, WhatIsIgnoredOrShownWholeIsNoStranger) {
   on_threads(GetParam(), [] {
     Net model;

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 
 #include <fsdp/clone.h>
+#include <fsdp/describe.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/gather_extension.h>
 #include <fsdp/init.h>
@@ -100,6 +101,21 @@ TEST_P(GatherExtensions, TrainWithWhatTheyMakeOfTheShards) {
       }
       ours.zero_grad();
     }
+  });
+}
+
+TEST_P(GatherExtensions, TakeNoMoreMemoryThanDescribeSays) {
+  on_threads(GetParam(), [] {
+    auto model = make_model();
+    auto root = fully_shard(*model, in_bfloat16(world_size()));
+    const auto description = describe(*model);
+    root.unshard();
+    int64_t bytes = 0;
+    for (const auto& whole : {model[0]->as<nn::Linear>()->weight, model[2]->as<nn::Linear>()->weight}) {
+      bytes += static_cast<int64_t>(whole.nbytes());
+    }
+    EXPECT_GE(root.unit()->whole_bytes(), bytes);
+    EXPECT_GE(description.bytes_peak, 2 * description.bytes_shard + root.unit()->whole_bytes());
   });
 }
 

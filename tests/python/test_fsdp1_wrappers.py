@@ -282,6 +282,20 @@ class Kinds(nn.Module):
 
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", BOTH)
+def test_the_first_ranks_buffers_of_ignored_modules(use_orig_params):
+    """Their parameters stay as they are, as with PyTorch's class; ranks may ignore other modules."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    for each in (*model[1:].buffers(), *model[1:].parameters()):
+        each.detach().fill_(rank)
+    ignored = [model[1], model[2]] if use_orig_params else [model[1 + rank]]
+    model = FSDP(model, use_orig_params=use_orig_params, sync_module_states=True, ignored_modules=ignored)
+    assert all(torch.equal(each, torch.zeros_like(each)) for each in model.buffers())
+    assert torch.equal(ignored[0].weight, torch.full((4,), float(rank)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", BOTH)
 def test_buffers_of_wrappers_among_other_ranks_stay_theirs(use_orig_params):
     rank = dist.get_rank()
     alone = [dist.new_group([each]) for each in range(2)][rank]
