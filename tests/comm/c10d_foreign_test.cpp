@@ -339,11 +339,9 @@ TEST(C10dForeign, ARankThatIsAloneTakesPartInTheSplitOfTheBackends) {
 class ThrowsWhenAsked final : public Gloo {
  public:
   using Gloo::Gloo;
-  C10dWork _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    const auto work = Gloo::_allgather_base(output, input, options);
-    return broken && getRank() == 1 ? C10dWork(c10::make_intrusive<Broken>()) : work;
+  C10dWork barrier(const c10d::BarrierOptions& options) override {
+    return getRank() == 1 ? C10dWork(c10::make_intrusive<Broken>()) : Gloo::barrier(options);
   }
-  inline static bool broken = false;
 
  private:
   class Broken final : public c10d::Work {
@@ -361,11 +359,8 @@ TEST(C10dForeign, AWorkThatThrowsWhenItIsAskedIsAnErrorOnAllRanks) {
   run_foreign(
       2,
       [](const GroupPointer& group) {
-        const auto home = group->make_home(all_sorts(group->size()), {}, kTest);
-        ThrowsWhenAsked::broken = true;
-        const auto message = error_message<CommError>([&] { home->gather(kTest)->wait(); });
+        const auto message = error_message<CommError>([&] { group->barrier(kTest); });
         EXPECT_TRUE(contains(message, "the card is gone")) << message;
-        EXPECT_THROW(group->barrier(kTest), CommError);
       },
       [](const StorePointer& store, const Launch& launch) -> c10::intrusive_ptr<c10d::Backend> {
         setenv("FSDP_CHECK_ORDER", "0", /*overwrite=*/1); // which are collectives too
