@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include <unistd.h>
+
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/zeros.h>
@@ -34,10 +36,14 @@ using adapter::Collectives;
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
 
 // The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
-// they kept of Python.
+// they kept of Python. A forked child leaves it alone: those threads do not exist there, and a lock may be held for
+// ever.
 std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
   auto channel = std::make_unique<Channel>(std::move(process_group), options.timeout, options.ours);
   return {channel.release(), [](Channel* ending) {
+            if (ending->process() != getpid()) {
+              return;
+            }
             const WithoutCallersLock no_callers_lock;
             const std::unique_ptr<Channel> owned(ending);
           }};
