@@ -5,8 +5,8 @@
 #include <fsdp/group.h>
 
 #include "comm/arguments.h"
-#include "comm/divide.h"
 #include "comm/queued.h"
+#include "comm/reduce.h"
 
 namespace fsdp {
 namespace {

@@ -1,12 +1,15 @@
 #include "comm/reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/ScalarType.h>
 
 #include "base/check.h"
 
@@ -69,6 +72,24 @@ void reduce_on_threads(const rank_order::Reduction& reduction) {
 }
 
 } // namespace
+
+Division::Division(double divide_by, c10::ScalarType dtype, bool sum_may_overflow) : after(divide_by) {
+  if (sum_may_overflow && dtype == at::kHalf && divide_by > 1) {
+    before = std::exp2(std::floor(std::log2(divide_by) / 2));
+    after = divide_by / before;
+  }
+}
+
+void divide_(const at::Tensor& tensor, double by) {
+  if (by == 1) {
+    return;
+  }
+  if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+    tensor.copy_(tensor.to(at::kDouble).div_(by)); // the conversion rounds toward zero
+  } else {
+    tensor.div_(by);
+  }
+}
 
 bool host_combines(c10::ScalarType dtype) {
   return find_numbers(dtype) != nullptr;
