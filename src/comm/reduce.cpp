@@ -47,17 +47,10 @@ const Numbers* find_numbers(c10::ScalarType dtype) {
   return found == std::end(kNumbersOf) ? nullptr : &found->second;
 }
 
-Combine combine_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return Combine::kSum;
-    case ReduceOp::kMax:
-      return Combine::kMax;
-    case ReduceOp::kMin:
-      return Combine::kMin;
-  }
-  TORCH_INTERNAL_ASSERT(false, "a ReduceOp that the host does not know");
-}
+static_assert(
+    static_cast<int>(ReduceOp::kSum) == static_cast<int>(Combine::kSum) &&
+    static_cast<int>(ReduceOp::kMax) == static_cast<int>(Combine::kMax) &&
+    static_cast<int>(ReduceOp::kMin) == static_cast<int>(Combine::kMin));
 
 // LibTorch's threads are behind its iterators: at::parallel_for is a template, which would bring an OpenMP of ours.
 // This one iterates over as many bytes as there are numbers, which nobody touches: their places are the numbers'.
@@ -111,7 +104,7 @@ void reduce(const at::Tensor& result, const std::vector<const void*>& sources, R
   const Numbers& numbers = *find_numbers(result.scalar_type());
   reduce({
       .number = numbers.kind,
-      .combine = combine_of(op),
+      .combine = static_cast<Combine>(op),
       .divide_by = divide_by,
       .sources = sources.data(),
       .count_sources = static_cast<int>(sources.size()),
