@@ -6,7 +6,7 @@
 
 #include "comm/arguments.h"
 #include "comm/reduce.h"
-#include "comm/shm/publication.h"
+#include "comm/shm/core.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {

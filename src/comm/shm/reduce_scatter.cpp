@@ -3,7 +3,7 @@
 
 #include "comm/arguments.h"
 #include "comm/reduce.h"
-#include "comm/shm/publication.h"
+#include "comm/shm/core.h"
 
 namespace fsdp::shm {
 namespace {
