@@ -118,6 +118,8 @@ class Collectives final : public Errand {
   void keep(uint64_t number, Lent lent);
   /// Lets go of what nobody reads any more.
   void release_kept();
+  /// Of collectives that nobody waits for, so many may keep memory for slow readers.
+  static constexpr size_t kMostKept = 8;
   /// Waits until at most `limit` collectives keep memory.
   void await_kept(size_t limit, const Label& label);
   /// Waits until all ranks have finished `step`, so that nobody reads what was lent for it.
