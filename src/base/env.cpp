@@ -30,18 +30,6 @@ std::optional<Number> parse(std::string_view text) {
   return whole ? std::optional(number) : std::nullopt;
 }
 
-// How far a size's unit shifts its number: "", "k", "mib", ...; -1 if it is no unit.
-int unit_shift(std::string_view unit) {
-  if (unit.empty() || unit == "b") {
-    return 0;
-  }
-  constexpr std::string_view kPrefixes = "kmgt";
-  size_t position = kPrefixes.find(unit.front());
-  std::string_view rest = unit.substr(1);
-  bool known = position != std::string_view::npos && (rest.empty() || rest == "b" || rest == "ib");
-  return known ? 10 * (static_cast<int>(position) + 1) : -1;
-}
-
 std::string range_text(int64_t min, int64_t max) {
   bool below = min == std::numeric_limits<int64_t>::min();
   bool above = max == std::numeric_limits<int64_t>::max();
@@ -99,20 +87,6 @@ std::optional<std::chrono::milliseconds> seconds(const char* name) {
     fail_malformed(name, *text, "a positive number of seconds");
   }
   return std::chrono::milliseconds(static_cast<int64_t>(std::ceil(*number * 1000)));
-}
-
-std::optional<int64_t> bytes(const char* name) {
-  auto text = string(name);
-  if (!text) {
-    return std::nullopt;
-  }
-  size_t digits = std::min(text->find_first_not_of("0123456789"), text->size());
-  auto number = parse<int64_t>(std::string_view(*text).substr(0, digits));
-  int shift = unit_shift(lower(text->substr(digits)));
-  if (!number || shift < 0 || *number > (std::numeric_limits<int64_t>::max() >> shift)) {
-    fail_malformed(name, *text, "a size such as 4096, 512K, 64M or 2G");
-  }
-  return *number << shift;
 }
 
 std::optional<size_t> choice(const char* name, std::initializer_list<std::string_view> choices) {

@@ -27,9 +27,6 @@ std::optional<bool> flag(const char* name);
 /// A positive number of seconds, fractions allowed.
 std::optional<std::chrono::milliseconds> seconds(const char* name);
 
-/// A size: 4096, 512K, 64M, 2G (powers of 1024; a trailing B or iB is allowed).
-std::optional<int64_t> bytes(const char* name);
-
 /// The position in `choices` of the variable's value.
 std::optional<size_t> choice(const char* name, std::initializer_list<std::string_view> choices);
 

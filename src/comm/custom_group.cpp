@@ -7,10 +7,10 @@
 #include "comm/arguments.h"
 #include "comm/copy_each.h"
 #include "comm/decorated_group.h"
-#include "comm/divide.h"
 #include "comm/payload.h"
 #include "comm/queued.h"
 #include "comm/rank_major.h"
+#include "comm/reduce.h"
 
 namespace fsdp {
 

@@ -8,23 +8,30 @@
 namespace fsdp {
 namespace {
 
-struct OfProcess {
-  pid_t process = getpid(); // a forked child has none of its parent's
-  std::shared_ptr<Errands> errands = std::make_shared<Errands>();
+/// A forked child has none of its parent's, whose groups may be gone there.
+class OfThisProcess {
+ public:
+  std::shared_ptr<Errands> get() {
+    if (process_ != getpid()) {
+      *this = {};
+    }
+    return errands_;
+  }
+
+ private:
+  pid_t process_ = getpid();
+  std::shared_ptr<Errands> errands_ = std::make_shared<Errands>();
 };
 
 } // namespace
 
 std::shared_ptr<Errands> Errands::of_rank(bool is_thread) {
   if (is_thread) {
-    thread_local const auto of_thread = std::make_shared<Errands>();
-    return of_thread;
+    thread_local OfThisProcess of_thread;
+    return of_thread.get();
   }
-  static auto* of_process = new OfProcess; // for groups that live until exit
-  if (of_process->process != getpid()) {
-    of_process = new OfProcess;
-  }
-  return of_process->errands;
+  static auto* const of_process = new OfThisProcess; // for groups that live until exit
+  return of_process->get();
 }
 
 void Errands::add(Errand& errand) {

@@ -1,12 +1,11 @@
 #include <utility>
 
-#include <ATen/ops/empty.h>
-
 #include <fsdp/group.h>
 
 #include "comm/arguments.h"
-#include "comm/divide.h"
+#include "comm/payload.h"
 #include "comm/queued.h"
+#include "comm/reduce.h"
 
 namespace fsdp {
 namespace {
@@ -15,14 +14,8 @@ class LocalHome final : public Home {
  public:
   LocalHome(std::vector<Piece> pieces, const HomeOptions& options)
       : offloaded_(options.offload), pieces_(std::move(pieces)), device_(options.device) {
-    const bool pinned = options.offload && options.pin_memory && !options.device.is_cpu();
     for (const Piece& piece : pieces_) {
-      stored_.push_back(at::empty(
-          {piece.numel},
-          at::TensorOptions()
-              .dtype(piece.stored)
-              .device(options.offload ? c10::kCPU : options.device)
-              .pinned_memory(pinned)));
+      stored_.push_back(slice_memory(piece.numel, piece.stored, options));
     }
   }
   void* slice(size_t index) const override {

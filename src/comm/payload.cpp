@@ -2,13 +2,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <numeric>
+#include <string>
 #include <utility>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/split_with_sizes_copy.h>
 #include <c10/core/ScalarType.h>
 
+#include "base/log.h"
 #include "comm/copy_each.h"
 
 namespace fsdp {
@@ -32,7 +35,24 @@ std::vector<size_t> by_dtype(const std::vector<Piece>& pieces, c10::ScalarType P
   return order;
 }
 
+at::Tensor pinned_memory(int64_t numel, c10::ScalarType dtype) {
+  try {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype).pinned_memory(true));
+  } catch (const std::exception& error) {
+    log::warn_once(
+        std::string("no page-locked memory for offloaded shards, copies to the device block: ") + error.what());
+    return at::empty({numel}, dtype);
+  }
+}
+
 } // namespace
+
+at::Tensor slice_memory(int64_t numel, c10::ScalarType dtype, const HomeOptions& options) {
+  if (!options.offload || options.device.is_cpu()) {
+    return at::empty({numel}, at::TensorOptions().dtype(dtype).device(options.device));
+  }
+  return options.pin_memory ? pinned_memory(numel, dtype) : at::empty({numel}, dtype);
+}
 
 int64_t align_up(int64_t value, int64_t alignment) {
   return (value + alignment - 1) / alignment * alignment;

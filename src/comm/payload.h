@@ -63,6 +63,10 @@ struct GatherPlan {
   void copy_out_on_device(const at::Tensor& rows, const at::Tensor& memory) const;
 };
 
+/// Memory for a home's slices, with nothing in it yet. Where there is no page-locked memory, ordinary memory and a
+/// warning.
+at::Tensor slice_memory(int64_t numel, c10::ScalarType dtype, const HomeOptions& options);
+
 /// Bytes: what the copies around a collective are fast with.
 constexpr int64_t kSendAlignment = 16;
 

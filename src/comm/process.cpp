@@ -79,6 +79,15 @@ std::set<std::string> environment_of(int32_t pid) {
   return assignments;
 }
 
+/// Those that this process may run on. All of the host's where these are more than a set of the usual size holds, which
+/// the system then refuses to fill.
+int usable_cores() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  return sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores)
+                                                          : static_cast<int>(sysconf(_SC_NPROCESSORS_ONLN));
+}
+
 } // namespace
 
 std::optional<uint64_t> process_start(int32_t pid) {
@@ -162,10 +171,7 @@ std::string process_space() {
 
 // To look pays while every rank has a core of its own: otherwise it keeps the awaited rank from running.
 int looks_before_sleep(int ranks_on_host) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  const int usable = sched_getaffinity(0, sizeof(cores), &cores) == 0 ? CPU_COUNT(&cores) : 1;
-  return ranks_on_host <= usable ? 4000 : 50;
+  return ranks_on_host <= usable_cores() ? 4000 : 50;
 }
 
 } // namespace fsdp

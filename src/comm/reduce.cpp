@@ -1,12 +1,15 @@
 #include "comm/reduce.h"
 
 #include <algorithm>
+#include <cmath>
 #include <iterator>
 #include <utility>
 
 #include <ATen/Parallel.h>
 #include <ATen/TensorIterator.h>
+#include <ATen/ops/div.h>
 #include <ATen/ops/from_blob.h>
+#include <c10/core/ScalarType.h>
 
 #include "base/check.h"
 
@@ -44,17 +47,10 @@ const Numbers* find_numbers(c10::ScalarType dtype) {
   return found == std::end(kNumbersOf) ? nullptr : &found->second;
 }
 
-Combine combine_of(ReduceOp op) {
-  switch (op) {
-    case ReduceOp::kSum:
-      return Combine::kSum;
-    case ReduceOp::kMax:
-      return Combine::kMax;
-    case ReduceOp::kMin:
-      return Combine::kMin;
-  }
-  TORCH_INTERNAL_ASSERT(false, "a ReduceOp that the host does not know");
-}
+static_assert(
+    static_cast<int>(ReduceOp::kSum) == static_cast<int>(Combine::kSum) &&
+    static_cast<int>(ReduceOp::kMax) == static_cast<int>(Combine::kMax) &&
+    static_cast<int>(ReduceOp::kMin) == static_cast<int>(Combine::kMin));
 
 // LibTorch's threads are behind its iterators: at::parallel_for is a template, which would bring an OpenMP of ours.
 // This one iterates over as many bytes as there are numbers, which nobody touches: their places are the numbers'.
@@ -69,6 +65,24 @@ void reduce_on_threads(const rank_order::Reduction& reduction) {
 }
 
 } // namespace
+
+Division::Division(double divide_by, c10::ScalarType dtype, bool sum_may_overflow) : after(divide_by) {
+  if (sum_may_overflow && dtype == at::kHalf && divide_by > 1) {
+    before = std::exp2(std::floor(std::log2(divide_by) / 2));
+    after = divide_by / before;
+  }
+}
+
+void divide_(const at::Tensor& tensor, double by) {
+  if (by == 1) {
+    return;
+  }
+  if (c10::isIntegralType(tensor.scalar_type(), /*includeBool=*/true)) {
+    tensor.copy_(tensor.to(at::kDouble).div_(by)); // the conversion rounds toward zero
+  } else {
+    tensor.div_(by);
+  }
+}
 
 bool host_combines(c10::ScalarType dtype) {
   return find_numbers(dtype) != nullptr;
@@ -90,7 +104,7 @@ void reduce(const at::Tensor& result, const std::vector<const void*>& sources, R
   const Numbers& numbers = *find_numbers(result.scalar_type());
   reduce({
       .number = numbers.kind,
-      .combine = combine_of(op),
+      .combine = static_cast<Combine>(op),
       .divide_by = divide_by,
       .sources = sources.data(),
       .count_sources = static_cast<int>(sources.size()),

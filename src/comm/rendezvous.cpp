@@ -4,7 +4,6 @@
 #include <exception>
 #include <iterator>
 #include <memory>
-#include <optional>
 #include <set>
 #include <sstream>
 #include <utility>
@@ -80,6 +79,20 @@ bool count_me(Store& store, const std::string& what, int size) {
     store.set(all_key(what), "1");
   }
   return is_last;
+}
+
+bool all_are_there(Store& store, const std::string& what, std::chrono::milliseconds within) {
+  try {
+    store.wait({all_key(what)}, within);
+    return true;
+  } catch (const std::exception&) {
+    try {
+      return store.check({all_key(what)});
+    } catch (const std::exception&) {
+      // Not late: the store itself is gone, and what was said first is all there is.
+    }
+    throw;
+  }
 }
 
 std::set<int> who_came(Store& store, const std::string& what) {
@@ -189,9 +202,9 @@ std::chrono::milliseconds Rendezvous::limit() const {
 }
 
 template <typename T>
-T Rendezvous::ask(std::function<T()> talk) {
+T Rendezvous::ask(std::function<T()> talk, std::chrono::milliseconds extra) {
   try {
-    return answer_of<T>(limit(), std::move(talk));
+    return answer_of<T>(limit() + extra, std::move(talk));
   } catch (const std::exception& error) {
     fail(message_of(error));
   }
@@ -239,28 +252,7 @@ void Rendezvous::await_all(const Round& round) {
 }
 
 bool Rendezvous::all_came(const Round& round, std::chrono::milliseconds within) {
-  const auto all = all_key(round.key);
-  std::optional<bool> came;
-  std::string reason;
-  try {
-    came = within_limit<bool>(within + limit(), [store = store_, all, within] {
-      store->wait({all}, within);
-      return true;
-    });
-  } catch (const std::exception& error) {
-    reason = message_of(error);
-  }
-  if (came) {
-    return true;
-  }
-  if (reason.empty()) { // another question would wait behind this one
-    fail("the store of the rendezvous does not answer");
-  }
-  try {
-    return answer_of<bool>(limit(), [store = store_, all] { return store->check({all}); });
-  } catch (const std::exception&) {
-    fail(reason); // not late: the store itself is gone, and what was said first is all there is
-  }
+  return ask<bool>([store = store_, what = round.key, within] { return all_are_there(*store, what, within); }, within);
 }
 
 void Rendezvous::give_up(const std::string& reason) {

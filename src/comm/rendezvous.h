@@ -54,9 +54,9 @@ class Rendezvous {
   /// Until every rank has come to the round; an error names those that have not, or one that has died.
   void await_all(const Round& round);
   bool all_came(const Round& round, std::chrono::milliseconds within);
-  /// What `talk` gets from the store, or an error.
+  /// What `talk`, which itself may wait for `extra`, gets from the store, or an error.
   template <typename T>
-  T ask(std::function<T()> talk);
+  T ask(std::function<T()> talk, std::chrono::milliseconds extra = {});
   [[noreturn]] void fail(const std::string& reason);
 
   Launch launch_;

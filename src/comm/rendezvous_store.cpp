@@ -1,19 +1,24 @@
 #include "comm/rendezvous_store.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <exception>
 #include <functional>
 #include <map>
+#include <optional>
+#include <system_error>
 #include <thread>
 #include <utility>
 
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include "base/check.h"
-#include "comm/listening_socket.h"
 #include "comm/port_file.h"
 #include "comm/within_limit.h"
 #include "comm/words.h"
@@ -37,13 +42,67 @@ StorePtr open_tcp(const Launch& launch, const c10d::TCPStoreOptions& options) {
   });
 }
 
+union Address {
+  sockaddr any;
+  sockaddr_in v4;
+  sockaddr_in6 v6;
+};
+
+std::optional<Address> loopback_address(const std::string& text, uint16_t port) {
+  Address address{};
+  if (inet_pton(AF_INET, text == "localhost" ? "127.0.0.1" : text.c_str(), &address.v4.sin_addr) == 1) {
+    address.v4.sin_family = AF_INET;
+    address.v4.sin_port = htons(port);
+    return ntohl(address.v4.sin_addr.s_addr) >> 24 == IN_LOOPBACKNET ? std::optional(address) : std::nullopt;
+  }
+  if (inet_pton(AF_INET6, text.c_str(), &address.v6.sin6_addr) == 1 && IN6_IS_ADDR_LOOPBACK(&address.v6.sin6_addr)) {
+    address.v6.sin6_family = AF_INET6;
+    address.v6.sin6_port = htons(port);
+    return address;
+  }
+  return std::nullopt;
+}
+
+uint16_t port_of(int descriptor) {
+  Address address{};
+  socklen_t length = sizeof(address);
+  getsockname(descriptor, &address.any, &length);
+  return ntohs(address.any.sa_family == AF_INET6 ? address.v6.sin6_port : address.v4.sin_port);
+}
+
+[[noreturn]] void cannot_listen(int reason) {
+  throw std::system_error(reason, std::generic_category(), "cannot listen");
+}
+
+/// Listens on the loopback alone, if the address is the loopback's on every host: by its spelling, as names may be
+/// resolved to it on the host that they name, and to another address elsewhere. Port 0 is one that the kernel chooses.
+/// The caller owns the descriptor.
+std::optional<int> listen_if_loopback(const std::string& text, uint16_t port) {
+  const auto address = loopback_address(text, port);
+  if (!address) {
+    return std::nullopt;
+  }
+  const int descriptor = socket(address->any.sa_family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (descriptor < 0) {
+    cannot_listen(errno);
+  }
+  const int yes = 1;
+  setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &yes, sizeof(yes)); // what is left of an earlier job does not matter
+  if (bind(descriptor, &address->any, sizeof(*address)) != 0 || listen(descriptor, SOMAXCONN) != 0) {
+    const int reason = errno;
+    close(descriptor);
+    cannot_listen(reason);
+  }
+  return descriptor;
+}
+
 /// Ranks that are told the loopback are all on this host, so nobody else is listened to. The server takes over the
 /// socket.
 StorePtr serve(const Launch& launch, c10d::TCPStoreOptions options) {
   options.isServer = true;
-  if (const auto socket = listen_if_loopback(launch.address, launch.port)) {
-    options.port = socket->port;
-    options.masterListenFd = socket->descriptor;
+  if (const auto listening = listen_if_loopback(launch.address, launch.port)) {
+    options.port = port_of(*listening);
+    options.masterListenFd = *listening;
   }
   const auto store = open_tcp(launch, options);
   store->set(kJob, launch.job);

@@ -53,7 +53,7 @@ bool Runtime::is_first_touch(const Unit& unit, bool training) const {
 
 // Where some gathers need all ranks and others do not, ranks may differ in the latter. An evaluation gains nothing by
 // what is learned of these: they move nothing. And ranks that look alone would learn different evaluations, though a
-// rank that has nothing to write counts the others' gathers, see [Note: unseen writes] in unseen_writes.h.
+// rank that has nothing to write counts the others' gathers, see [Note: unseen writes] in phases.h.
 bool Runtime::takes_note(const Unit& unit, bool training) const {
   const bool comes_again = training || unit.reshards_after(Phase::kForward);
   return comes_again && (unit.gathers_together() || (training && !any_gathers_together_));

@@ -38,7 +38,6 @@ TEST_F(Env, UnsetAndEmptyGiveNothing) {
   EXPECT_FALSE(env::string(kName));
   EXPECT_FALSE(env::flag(kName));
   EXPECT_FALSE(env::seconds(kName));
-  EXPECT_FALSE(env::bytes(kName));
   EXPECT_FALSE(env::choice(kName, {"a", "b"}));
 }
 
@@ -81,19 +80,6 @@ TEST_F(Env, ReadsSecondsWithFractions) {
   for (const char* value : {"0", "-3", "nan", "inf", "10s"}) {
     set(value);
     EXPECT_THROW(env::seconds(kName), Error) << value;
-  }
-}
-
-TEST_F(Env, ReadsSizes) {
-  const std::pair<const char*, int64_t> cases[] = {
-      {"4096", 4096}, {"4096b", 4096}, {"512K", 512 << 10}, {"64MiB", 64 << 20}, {"2g", int64_t{2} << 30}};
-  for (auto [text, size] : cases) {
-    set(text);
-    EXPECT_EQ(env::bytes(kName), size) << text;
-  }
-  for (const char* value : {"M", "-1", "1.5M", "64MX", "64iB", "9223372036854775807K"}) {
-    set(value);
-    EXPECT_THROW(env::bytes(kName), Error) << value;
   }
 }
 

@@ -1,4 +1,6 @@
 #include <chrono>
+#include <cstdlib>
+#include <string>
 #include <thread>
 
 #include <gtest/gtest.h>
@@ -109,6 +111,24 @@ TEST(C10dForeign, AGroupThatCanSplitIsSplit) {
         group->barrier(kTest);
       },
       &as_it_is);
+}
+
+TEST(C10dForeign, AnEnvironmentThatOneRankCannotReadIsAnErrorOnAllRanks) {
+  for (const char* name : {"FSDP_SHM", "FSDP_TIMEOUT", "FSDP_ARENA"}) {
+    on_processes(2, [&] {
+      const Launch launch = read_launch();
+      Rendezvous rendezvous(launch, std::chrono::seconds(60));
+      const auto process_group = make_process_group(rendezvous, launch, &as_it_is);
+      if (launch.rank == 1) {
+        setenv(name, "maybe", /*overwrite=*/1);
+      }
+      const auto join = [&] { Group::nearest(process_group, c10::kCPU); };
+      const auto message = launch.rank == 1 ? error_message(join) : error_message<CommError>(join);
+      EXPECT_TRUE(contains(message, std::string(name) + " should be")) << launch.rank;
+      EXPECT_TRUE(contains(message, "but is \"maybe\"")) << launch.rank;
+      rendezvous.leave(std::chrono::seconds(20));
+    });
+  }
 }
 
 /// Throws what backends throw, and not when it is waited for but at once.

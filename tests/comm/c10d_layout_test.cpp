@@ -3,9 +3,9 @@
 
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/order_check.h"
-#include "comm/divide.h"
 #include "comm/payload.h"
 #include "comm/rank_major.h"
+#include "comm/reduce.h"
 #include "support/count_operators.h"
 #include "support/error_message.h"
 

@@ -7,7 +7,6 @@
 #include <gtest/gtest.h>
 #include <sched.h>
 
-#include "comm/c10d/gloo_threads.h"
 #include "comm/gloo_group.h"
 #include "support/ranks.h"
 

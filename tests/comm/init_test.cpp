@@ -92,8 +92,7 @@ TEST(Init, GlooByName) {
   for (const int size : {2, 3, 4}) {
     on_processes(size, [&] {
       if (!gloo_available()) {
-        EXPECT_TRUE(
-            contains(error_message([] { init({.backend = "gloo"}); }), "apt-get install libgloo-dev and rebuild"));
+        EXPECT_TRUE(contains(error_message([] { init({.backend = "gloo"}); }), "install libgloo-dev for Gloo"));
         return;
       }
       init({.backend = "gloo"});

@@ -4,6 +4,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "comm/errands.h"
 #include "comm/group_checks.h"
 #include "comm/shm_backends.h"
 #include "support/end_of_child.h"
@@ -117,6 +118,18 @@ TEST(ShmFork, AChildEnds) {
     pending.work->wait();
     pending.expect_equal();
     kept_until_exit.reset();
+  });
+}
+
+// Whose groups may be gone there.
+TEST(ShmFork, AChildHasNoErrandsOfItsParent) {
+  on_processes(1, [] {
+    for (const bool is_thread : {true, false}) {
+      const auto of_parent = Errands::of_rank(is_thread);
+      EXPECT_EQ(Errands::of_rank(is_thread), of_parent);
+      const auto end = end_of_child([&] { EXPECT_NE(Errands::of_rank(is_thread), of_parent); });
+      EXPECT_EQ(end.status, 0) << is_thread;
+    }
   });
 }
 

@@ -1,13 +1,19 @@
 #include <atomic>
+#include <fstream>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 #include <gtest/gtest.h>
+#include <pthread.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <fsdp/error.h>
 #include <fsdp/group.h>
 
 #include "comm/world.h"
+#include "support/ranks.h"
 
 namespace fsdp {
 namespace {
@@ -68,6 +74,25 @@ TEST(ThreadGroup, ALimitMayBeAsLongAsCanBe) {
       std::chrono::milliseconds::max());
   EXPECT_EQ(ranks, 2);
 }
+
+#if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__) // which use addresses of their own
+// There are addresses for one stack, so that the first rank waits for the others.
+TEST(ThreadGroup, WhereTheSystemHasNoMoreThreadsIsAnErrorOfTheCaller) {
+  testing::on_processes(1, [] {
+    constexpr size_t kStack = size_t{1} << 30;
+    pthread_attr_t attributes;
+    pthread_attr_init(&attributes);
+    pthread_attr_setstacksize(&attributes, kStack);
+    ASSERT_EQ(pthread_setattr_default_np(&attributes), 0);
+    size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    const rlim_t most = pages * static_cast<size_t>(sysconf(_SC_PAGESIZE)) + kStack / 2 * 3;
+    const rlimit few{.rlim_cur = most, .rlim_max = most};
+    ASSERT_EQ(setrlimit(RLIMIT_AS, &few), 0);
+    EXPECT_THROW(thread_group(4, [] {}), std::system_error);
+  });
+}
+#endif
 
 TEST(ThreadGroup, SizesBelowOneAreErrors) {
   EXPECT_THROW(thread_group(0, [] {}), Error);

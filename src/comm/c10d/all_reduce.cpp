@@ -7,8 +7,6 @@
 #include "base/view_into.h"
 #include "comm/arguments.h"
 #include "comm/c10d/over_channel.h"
-#include "comm/c10d/streamed_work.h"
-#include "comm/divide.h"
 #include "comm/payload.h"
 #include "comm/queued.h"
 #include "comm/reduce.h"

@@ -1,10 +1,17 @@
 #include <algorithm>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
+
+#include <sched.h>
+#include <unistd.h>
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
@@ -18,10 +25,10 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/env.h"
+#include "base/log.h"
 #include "comm/arguments.h"
 #include "comm/c10d/channel.h"
 #include "comm/c10d/factory.h"
-#include "comm/c10d/gloo_threads.h"
 #include "comm/c10d/over_channel.h"
 #include "comm/within_limit.h"
 
@@ -32,12 +39,17 @@ using adapter::Channel;
 using adapter::Collectives;
 
 constexpr std::chrono::milliseconds kDefaultTimeout = std::chrono::minutes(10);
+constexpr auto kGlooThread = "gloo_tcp_loop";
 
 // The end of a process group waits for its threads, which may need the caller's lock to get there: they let go of what
-// they kept of Python.
+// they kept of Python. A forked child leaves it alone: those threads do not exist there, and a lock may be held for
+// ever.
 std::shared_ptr<Channel> make_channel(ProcessGroupPtr process_group, const C10dOptions& options) {
   auto channel = std::make_unique<Channel>(std::move(process_group), options.timeout, options.ours);
   return {channel.release(), [](Channel* ending) {
+            if (ending->process() != getpid()) {
+              return;
+            }
             const WithoutCallersLock no_callers_lock;
             const std::unique_ptr<Channel> owned(ending);
           }};
@@ -224,8 +236,7 @@ class C10dGroup final : public Group {
   C10dOptions options_;
 };
 
-} // namespace
-
+/// How long the group waits; FSDP_TIMEOUT or ten minutes where its backend does not say.
 std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   try {
     if (const auto options = group.getDefaultBackend()->getBackendOptions()) {
@@ -235,6 +246,45 @@ std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group) {
   }
   return env::seconds("FSDP_TIMEOUT").value_or(kDefaultTimeout);
 }
+
+/// Gloo writes to connections whose other end may have died. By default that ends the process without a word; ignored,
+/// the write fails, and the failure becomes an error like others. A program that has set a handler keeps it.
+void ignore_broken_pipes() {
+  struct sigaction present {};
+  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) {
+    std::signal(SIGPIPE, SIG_IGN);
+  }
+}
+
+std::string name_of(const std::filesystem::path& thread) {
+  std::string name;
+  std::getline(std::ifstream(thread / "comm"), name);
+  return name;
+}
+
+/// How this rank would join others by shared memory.
+struct SharedMemory {
+  bool wanted;
+  ShmOptions options;
+};
+
+SharedMemory read_environment(std::chrono::milliseconds timeout) {
+  const ShmOptions options{
+      .timeout = env::seconds("FSDP_TIMEOUT").value_or(timeout), .arena = env::flag("FSDP_ARENA").value_or(true)};
+  return {.wanted = env::flag("FSDP_SHM").value_or(true), .options = options};
+}
+
+/// What this rank cannot read the others may: they are told, or they would wait for it.
+SharedMemory read_environment_or_abort(Group& group, std::chrono::milliseconds timeout) {
+  try {
+    return read_environment(timeout);
+  } catch (const Error& error) {
+    group.abort(error.what());
+    throw;
+  }
+}
+
+} // namespace
 
 std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   FSDP_CHECK(process_group, "[Group::from] expected a process group, got null");
@@ -252,10 +302,31 @@ std::shared_ptr<Group> Group::from(ProcessGroupPtr process_group) {
   return c10d_group(std::move(process_group), options);
 }
 
-void ignore_broken_pipes() {
-  struct sigaction present {};
-  if (sigaction(SIGPIPE, nullptr, &present) == 0 && present.sa_handler == SIG_DFL) {
-    std::signal(SIGPIPE, SIG_IGN);
+std::shared_ptr<Group> Group::nearest(ProcessGroupPtr process_group, c10::Device device) {
+  auto group = from(process_group);
+  if (group->size() == 1 || !device.is_cpu()) {
+    return group;
+  }
+  const SharedMemory shared = read_environment_or_abort(*group, timeout_of(*process_group));
+  const Exchange exchange = [&](const std::string& mine) {
+    return group->exchange(shared.wanted ? mine : "", {"join shared memory", ""}); // who shows nothing is not seen
+  };
+  if (!shm_available(exchange)) {
+    return group;
+  }
+  log::info("rank {} of {} goes over shared memory instead of {}", group->rank(), group->size(), group->name());
+  return shm_group(group->rank(), group->size(), exchange, shared.options);
+}
+
+void let_gloo_threads_stand_back() {
+  std::error_code error; // without /proc nothing changes
+  for (std::filesystem::directory_iterator thread("/proc/self/task", error), end; !error && thread != end;
+       thread.increment(error)) {
+    const pid_t id = std::atoi(thread->path().filename().c_str());
+    if (name_of(thread->path()) == kGlooThread && sched_getscheduler(id) == SCHED_OTHER) {
+      const sched_param usual{};
+      static_cast<void>(sched_setscheduler(id, SCHED_BATCH, &usual));
+    }
   }
 }
 
@@ -266,6 +337,7 @@ std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptio
 }
 
 std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining) {
+  ignore_broken_pipes(); // ranks may die while they join
   return c10d_group(join_group(make, joining), {.timeout = joining.timeout, .make_process_group = make, .ours = true});
 }
 

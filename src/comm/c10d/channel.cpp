@@ -131,19 +131,19 @@ void Pending::wait_for_works() {
 
 Channel::Channel(c10::intrusive_ptr<c10d::ProcessGroup> process_group, milliseconds timeout, bool ours)
     : process_group_(std::move(process_group)),
-      rank_((*process_group_)->getRank()),
-      size_((*process_group_)->getSize()),
-      name_(backend_name(**process_group_)),
+      rank_(process_group_->getRank()),
+      size_(process_group_->getSize()),
+      name_(backend_name(*process_group_)),
       timeout_(bounded(timeout)),
-      control_device_(find_control_device(**process_group_)),
-      collectives_(*process_group_, timeout_),
-      board_((*process_group_)->getStore(), rank_, size_),
-      reports_errors_(error_of(**process_group_).has_value()),
+      control_device_(find_control_device(*process_group_)),
+      collectives_(process_group_, timeout_),
+      board_(process_group_->getStore(), rank_, size_),
+      reports_errors_(error_of(*process_group_).has_value()),
       ours_(ours) {}
 
 Channel::~Channel() {
   const bool goes_on = failure_.empty() && std::uncaught_exceptions() == 0;
-  if (ours_ && goes_on && !control_device_.is_cpu() && !inherited()) {
+  if (ours_ && goes_on && !control_device_.is_cpu()) {
     end_in_order();
   }
 }
@@ -152,8 +152,8 @@ Channel::~Channel() {
 // never end theirs: not for long.
 void Channel::end_in_order() {
   try {
-    if (error_of(**process_group_).value_or(c10d::ErrorType::SUCCESS) == c10d::ErrorType::SUCCESS) {
-      within_limit<bool>(kLongestEnd, [group = *process_group_, device = control_device_] {
+    if (error_of(*process_group_).value_or(c10d::ErrorType::SUCCESS) == c10d::ErrorType::SUCCESS) {
+      within_limit<bool>(kLongestEnd, [group = process_group_, device = control_device_] {
         const c10::DeviceGuard guard(device);
         group->shutdown();
         return true;
@@ -166,13 +166,13 @@ void Channel::end_in_order() {
 
 void Channel::require_device(c10::Device device, const Label& label) const {
   FSDP_CHECK(
-      serves(**process_group_, device.type()),
+      serves(*process_group_, device.type()),
       "[{}] expected a process group that serves {}, but the {} group of this mesh serves {}; make the mesh from a "
       "group for that device, or keep the model on one of these",
       label.operation,
       device,
       name_,
-      join((*process_group_)->getDeviceTypes()));
+      join(process_group_->getDeviceTypes()));
 }
 
 Pending Channel::start(
@@ -235,7 +235,7 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
     do_errands_during(work, begin + slice);
     try {
       work.wait(std::max(milliseconds(1), std::chrono::ceil<milliseconds>(begin + slice - Clock::now())));
-      board_->stop_listening();
+      board_.stop_listening();
       return;
     } catch (const std::exception& error) {
       // c10d throws for the end of a slice as for a failure; a failure ends the work, or comes before the slice is
@@ -243,20 +243,20 @@ void Channel::wait_on_host(c10d::Work& work, const CollectiveId& id) {
       const bool slice_is_over = Clock::now() >= begin + slice;
       const bool ended = has_ended(work);
       if (ended && ended_well(work)) {
-        board_->stop_listening();
+        board_.stop_listening();
         return;
       }
       if (ended || !slice_is_over) {
         fail_and_ask(id, message_of(error));
       }
     }
-    if (const auto reason = board_->heard()) {
+    if (const auto reason = board_.heard()) {
       fail(id, *reason);
     }
     if (Clock::now() >= deadline) {
       fail_and_ask(id, "it took longer than " + in_seconds(timeout_));
     }
-    board_->wait_at({id.number, fsdp::describe(id.label)});
+    board_.wait_at({id.number, fsdp::describe(id.label)});
   }
 }
 
@@ -272,10 +272,6 @@ std::string Channel::describe(const CollectiveId& id) const {
       name_);
 }
 
-bool Channel::inherited() const {
-  return !process_group_.is_of_this_process();
-}
-
 void Channel::require_own(const Label& label) const {
   FSDP_CHECK(
       !inherited(),
@@ -289,13 +285,13 @@ void Channel::throw_if_failed(const CollectiveId& id) {
     throw CommError(phrase("{}: the group has failed before: {}{}", describe(id), failure_, kStartAgain));
   }
   compare_orders(id);
-  if (reports_errors_ && error_of(**process_group_) != c10d::ErrorType::SUCCESS) {
+  if (reports_errors_ && error_of(*process_group_) != c10d::ErrorType::SUCCESS) {
     fail_and_ask(id, "it or an earlier collective failed, or took too long, and what was computed since is wrong");
   }
 }
 
 void Channel::fail_and_ask(const CollectiveId& id, const std::string& reason) {
-  const std::string others = board_->ask({id.number, fsdp::describe(id.label)});
+  const std::string others = board_.ask({id.number, fsdp::describe(id.label)});
   fail(id, others.empty() ? reason : phrase("{}; {}", reason, others));
 }
 
@@ -310,10 +306,10 @@ void Channel::abort(const std::string& reason) {
     return;
   }
   failure_ = reason;
-  board_->announce(reason);
-  board_->stop_listening();
+  board_.announce(reason);
+  board_.stop_listening();
   try {
-    (*process_group_)->abort();
+    process_group_->abort();
   } catch (const std::exception& error) {
     log::debug("the {} backend could not be aborted: {}", name_, message_of(error));
   }

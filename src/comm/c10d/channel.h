@@ -13,11 +13,11 @@
 #include <fsdp/group.h>
 
 #include "base/env.h"
+#include "base/this_process.h"
 #include "comm/c10d/buffer_pool.h"
 #include "comm/c10d/collectives.h"
 #include "comm/c10d/notice_board.h"
 #include "comm/c10d/order_check.h"
-#include "comm/of_this_process.h"
 #include "comm/words.h"
 
 namespace fsdp::adapter {
@@ -62,7 +62,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return size_;
   }
   const c10::intrusive_ptr<c10d::ProcessGroup>& process_group() const {
-    return *process_group_;
+    return process_group_;
   }
   std::chrono::milliseconds timeout() const {
     return timeout_;
@@ -93,8 +93,14 @@ class Channel : public std::enable_shared_from_this<Channel> {
     return guarded(CollectiveId{label, collective, started_}, std::forward<Function>(work));
   }
 
-  /// Whether this is a forked child of the process whose connections these are.
-  bool inherited() const;
+  /// Whose connections these are.
+  pid_t process() const {
+    return process_;
+  }
+  /// Whether this is a forked child of that process.
+  bool inherited() const {
+    return process_ != this_process();
+  }
   void require_own(const Label& label) const;
 
   /// Marks the channel failed and tells the other ranks.
@@ -124,7 +130,8 @@ class Channel : public std::enable_shared_from_this<Channel> {
   [[noreturn]] void fail_and_ask(const CollectiveId& id, const std::string& reason);
   std::string describe(const CollectiveId& id) const;
 
-  OfThisProcess<c10::intrusive_ptr<c10d::ProcessGroup>> process_group_;
+  const pid_t process_ = this_process();
+  c10::intrusive_ptr<c10d::ProcessGroup> process_group_;
   int rank_;
   int size_;
   std::string name_;
@@ -132,7 +139,7 @@ class Channel : public std::enable_shared_from_this<Channel> {
   c10::Device control_device_;
   Collectives collectives_;
   BufferPool pool_;
-  OfThisProcess<NoticeBoard> board_;
+  NoticeBoard board_;
   const std::optional<bool> check_order_ = env::flag("FSDP_CHECK_ORDER"); // before each collective; unset: at first
   OrderRecords order_records_;
   bool reports_errors_; // the backend does

@@ -58,12 +58,10 @@ std::shared_ptr<Group> c10d_group(ProcessGroupPtr process_group, const C10dOptio
 /// The group of a process group that is joined first, as are those that it is split into. Collective.
 std::shared_ptr<Group> join_c10d_group(const MakeProcessGroup& make, const Joining& joining);
 
-/// How long the group waits; FSDP_TIMEOUT or ten minutes where its backend does not say.
-std::chrono::milliseconds timeout_of(const c10d::ProcessGroup& group);
-
-/// Gloo writes to connections whose other end may have died. By default that ends the process without a word; ignored,
-/// the write fails, and the failure becomes an error like others. A program that has set a handler keeps it.
-void ignore_broken_pipes();
+/// Gloo's threads, which look after connections, try again and again where another thread holds a connection's lock.
+/// From now on those of this process do not take the processor from that one when they wake: where ranks share cores,
+/// small collectives cost half as much. Threads that the program has scheduled in a way of its own keep it.
+void let_gloo_threads_stand_back();
 
 /// Sets C10dOptions::backend_memory for all buffers to come; nothing for groups that are not c10d's.
 void set_backend_memory(Group& group, bool enable);

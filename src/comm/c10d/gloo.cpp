@@ -39,7 +39,6 @@ ProcessGroupPtr make_gloo(StorePtr store, int rank, int size, std::chrono::milli
   const auto options = Gloo::Options::create(timeout);
   options->devices = network_devices();
   options->threads = static_cast<int>(2 * options->devices.size());
-  ignore_broken_pipes();
   const auto backend = c10::make_intrusive<Gloo>(store, rank, size, options);
   auto group = c10::make_intrusive<c10d::ProcessGroup>(std::move(store), rank, size);
   group->setBackend(c10::kCPU, c10d::ProcessGroup::GLOO, backend);

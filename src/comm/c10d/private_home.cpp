@@ -1,12 +1,9 @@
 #include <algorithm>
 #include <utility>
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 
 #include "base/caller.h"
-#include "base/log.h"
 #include "base/stream.h"
 #include "base/view_into.h"
 #include "comm/c10d/over_channel.h"
@@ -20,23 +17,6 @@ namespace {
 // gathers].
 constexpr int64_t kDirectSliceBytes = 1024 * 1024;
 constexpr size_t kDirectPieces = 16;
-
-at::Tensor pinned_bytes(int64_t bytes) {
-  try {
-    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
-  } catch (const std::exception& error) {
-    log::warn_once(
-        std::string("no page-locked memory for offloaded shards, copies to the device block: ") + error.what());
-    return at::zeros({bytes}, at::kByte);
-  }
-}
-
-at::Tensor slice_memory(int64_t bytes, const HomeOptions& options) {
-  if (!options.offload || options.device.is_cpu()) {
-    return at::zeros({bytes}, at::TensorOptions().dtype(at::kByte).device(options.device));
-  }
-  return options.pin_memory ? pinned_bytes(bytes) : at::zeros({bytes}, at::kByte);
-}
 
 char* address(const at::Tensor& memory) {
   return static_cast<char*>(memory.data_ptr());
@@ -156,7 +136,7 @@ class PrivateHome final : public Home {
       : channel_(std::move(channel)),
         plan_(std::make_shared<GatherPlan>(std::move(pieces), channel_->size(), options.device)),
         idle_buffers_(channel_->pool().keep_idle()),
-        memory_(slice_memory(plan_->stored.bytes, options)) {}
+        memory_(slice_memory(plan_->stored.bytes, at::kByte, options).zero_()) {}
 
   void* slice(size_t index) const override {
     return address(memory_) + plan_->stored.slots[index].offset;

@@ -8,9 +8,7 @@
 
 #include "base/view_into.h"
 #include "comm/c10d/over_channel.h"
-#include "comm/c10d/streamed_work.h"
 #include "comm/copy_each.h"
-#include "comm/divide.h"
 #include "comm/queued.h"
 #include "comm/rank_major.h"
 #include "comm/reduce.h"

@@ -6,7 +6,7 @@
 
 #include "comm/arguments.h"
 #include "comm/reduce.h"
-#include "comm/shm/publication.h"
+#include "comm/shm/core.h"
 #include "comm/shm/whole.h"
 
 namespace fsdp::shm {
@@ -27,9 +27,9 @@ struct AllReduce {
     return static_cast<char*>(tensor.mutable_data_ptr());
   }
   // Each rank sums an equal part, of whole cache lines.
-  Piece split() const {
+  Cut split() const {
     const int64_t share = (tensor.numel() + core.members->size() - 1) / core.members->size();
-    return {tensor.numel(), static_cast<int64_t>(whole_lines(share)), tensor.scalar_type(), tensor.scalar_type()};
+    return {tensor.numel(), static_cast<int64_t>(whole_lines(share))};
   }
   size_t begin_of(int rank) const {
     return static_cast<size_t>(split().begin(rank)) * tensor.element_size();
@@ -113,7 +113,7 @@ std::unique_ptr<Work> all_reduce(
   check_combines(tensor.scalar_type(), label);
   const Fingerprint print(
       "all_reduce", label, tensor.numel(), tensor.scalar_type(), op, std::bit_cast<uint64_t>(divide_by));
-  core->collectives.await_kept(8, label);
+  core->collectives.await_kept(Collectives::kMostKept, label);
   Post& post = core->collectives.prepare(label, print);
   AllReduce work{*core, std::move(tensor), op, divide_by, label, 0, nullptr, nullptr};
   return work.tensor.nbytes() <= Post::kBytes ? all_reduce_small(core, std::move(work), post)

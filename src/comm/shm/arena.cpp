@@ -12,6 +12,7 @@
 #include "base/format.h"
 #include "base/private_memory.h"
 #include "comm/memory_limit.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp::shm {
 namespace {
@@ -26,7 +27,7 @@ constexpr size_t kAtLeast = size_t{1} << 30;
 std::shared_ptr<Segment> reserve() {
   for (size_t bytes = Arena::wanted_bytes();; bytes /= 2) {
     try {
-      return Segment::create("fsdp-arena", bytes / 4096 * 4096, Access::kWrite);
+      return Segment::create("fsdp-arena", bytes / kPage * kPage, Access::kWrite);
     } catch (const Error&) {
       if (bytes / 2 < kAtLeast) {
         throw;

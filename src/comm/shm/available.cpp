@@ -11,18 +11,18 @@
 #include "comm/shm/arena.h"
 #include "comm/shm/packed.h"
 #include "comm/shm/segment.h"
+#include "comm/shm/whole.h"
 
 namespace fsdp {
 namespace {
 
 using shm::Access;
 using shm::Arena;
+using shm::kPage;
 using shm::packed;
 using shm::Segment;
 using shm::SegmentId;
 using shm::unpacked;
-
-constexpr size_t kBytes = 4096;
 
 std::string random_text() {
   std::random_device random;
@@ -49,8 +49,8 @@ bool have_own_arena() {
 // A segment with a random text in it, or nothing where there are no memfds.
 std::shared_ptr<Segment> show(const std::string& text) {
   try {
-    auto segment = Segment::create("fsdp-probe", kBytes, Access::kWrite);
-    text.copy(segment->writable(), kBytes - 1);
+    auto segment = Segment::create("fsdp-probe", kPage, Access::kWrite);
+    text.copy(segment->writable(), kPage - 1);
     return segment;
   } catch (const Error&) {
     return nullptr;

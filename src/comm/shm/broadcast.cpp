@@ -1,7 +1,7 @@
 #include <cstring>
 
 #include "comm/arguments.h"
-#include "comm/shm/publication.h"
+#include "comm/shm/core.h"
 
 namespace fsdp::shm {
 namespace {

@@ -8,15 +8,52 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
-#include "comm/shm/fingerprint.h"
+#include <fsdp/group.h>
+
 #include "comm/shm/members.h"
 
 namespace fsdp::shm {
+
+/// A number that differs when ranks call different collectives (FNV-1a over what they were called with).
+class Fingerprint {
+ public:
+  template <typename... Numbers>
+  Fingerprint(std::string_view kind, const Label& label, Numbers... numbers) {
+    for (const std::string_view text : {kind, std::string_view(label.operation), std::string_view(label.unit)}) {
+      for (const char c : text) {
+        mix(static_cast<unsigned char>(c));
+      }
+      add(text.size());
+    }
+    add(numbers...);
+  }
+
+  template <typename... Numbers>
+  void add(Numbers... numbers) {
+    ((mix(static_cast<uint64_t>(numbers)), mix(static_cast<uint64_t>(numbers) >> 32)), ...);
+  }
+  uint64_t value() const {
+    return value_;
+  }
+  /// Of a sequence that has one more.
+  static uint64_t appended(uint64_t sequence, uint64_t value) {
+    return (sequence ^ value) * kPrime;
+  }
+
+ private:
+  void mix(uint64_t bits) {
+    value_ = appended(value_, bits);
+  }
+
+  static constexpr uint64_t kPrime = 0x100000001b3;
+  uint64_t value_ = 0xcbf29ce484222325;
+};
 
 /// The collectives of one rank, in order. Each has a number, the same on all ranks. A rank *posts* what the others need
 /// to know about its part, *runs* its part once the others have posted theirs, and says that it has *finished* reading
@@ -81,6 +118,8 @@ class Collectives final : public Errand {
   void keep(uint64_t number, Lent lent);
   /// Lets go of what nobody reads any more.
   void release_kept();
+  /// Of collectives that nobody waits for, so many may keep memory for slow readers.
+  static constexpr size_t kMostKept = 8;
   /// Waits until at most `limit` collectives keep memory.
   void await_kept(size_t limit, const Label& label);
   /// Waits until all ranks have finished `step`, so that nobody reads what was lent for it.

@@ -11,7 +11,6 @@
 #include "comm/shm/phases.h"
 #include "comm/shm/reach.h"
 #include "comm/shm/scratch.h"
-#include "comm/shm/unseen_writes.h"
 
 namespace fsdp::shm {
 

@@ -228,7 +228,7 @@ struct Offer {
 
 // What is `made` stays there until all have opened it.
 Offer make_offer(const Layout& layout, bool new_scratch, int size, std::vector<std::shared_ptr<Segment>>& made) {
-  made.push_back(Segment::create("fsdp-home", std::max<size_t>(4096, layout.stored_bytes), Access::kReadAndWrite));
+  made.push_back(Segment::create("fsdp-home", std::max(kPage, layout.stored_bytes), Access::kReadAndWrite));
   Offer offer{made.back()->id(), {}};
   if (new_scratch) {
     made.push_back(Scratch::make_segment(size));

@@ -257,6 +257,10 @@ void Members::mark_failed(const std::string& reason) {
   for (int r = 0; r < size(); ++r) {
     ring(slot(r));
   }
+  fail_family(reason);
+}
+
+void Members::fail_family(const std::string& reason) const {
   for (const auto& group : family()->groups()) {
     if (group.get() != this) {
       group->mark_failed(reason);
@@ -275,18 +279,15 @@ void Members::throw_if_failed(const Label& label) const {
   for (int i = 0; i < 100'000 && control_->failure.load() == Control::kBeingWritten; ++i) {
     std::this_thread::sleep_for(std::chrono::microseconds(100)); // its writer may have died meanwhile
   }
-  for (const auto& group : family()->groups()) { // also those that the rank which failed is not in
-    if (group.get() != this) {
-      group->mark_failed(control_->reason.load());
-    }
-  }
+  const std::string reason = control_->reason.load();
+  fail_family(reason); // also groups that the rank which failed is not in
   throw CommError(phrase(
       "[{}] rank {} was stopped{} by rank {}: {}",
       label.operation,
       rank(),
       in_unit(label),
       control_->failed_rank.load(),
-      control_->reason.load()));
+      reason));
 }
 
 void Members::await_readers() const {

@@ -179,6 +179,7 @@ class Members {
   std::string last_words(int peer) const;
   std::string fate(int peer) const;
   int culprit(int peer) const;
+  void fail_family(const std::string& reason) const;
   [[noreturn]] void fail_waiting(const Label& label, int peer, const std::string& what);
 
   Place place_;

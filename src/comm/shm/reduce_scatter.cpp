@@ -3,13 +3,10 @@
 
 #include "comm/arguments.h"
 #include "comm/reduce.h"
-#include "comm/shm/publication.h"
+#include "comm/shm/core.h"
 
 namespace fsdp::shm {
 namespace {
-
-// Of collectives that nobody waits for, how many may keep memory for slow readers.
-constexpr size_t kMostKept = 8;
 
 Fingerprint fingerprint(const ReduceScatter& args, const Label& label) {
   Fingerprint print("reduce_scatter", label, std::bit_cast<uint64_t>(args.divide_by));
@@ -72,7 +69,7 @@ std::unique_ptr<Work> reduce_scatter(const CorePointer& core, ReduceScatter args
     check_combines(args.wholes.front().scalar_type(), label);
   }
   Collectives& collectives = core->collectives;
-  collectives.await_kept(kMostKept, label);
+  collectives.await_kept(Collectives::kMostKept, label);
   Post& post = collectives.prepare(label, fingerprint(args, label));
   const Publication publication(core->reach, post, parts(args, core->members->rank()));
 

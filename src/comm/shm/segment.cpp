@@ -1,10 +1,13 @@
 #include "comm/shm/segment.h"
 
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include <fcntl.h>
 #include <pthread.h>
@@ -17,7 +20,6 @@
 
 #include "base/check.h"
 #include "base/format.h"
-#include "comm/shm/left_behind.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -147,6 +149,45 @@ void check_size(int file, uint64_t bytes) {
       "same build",
       bytes,
       status.st_size);
+}
+
+constexpr std::string_view kTouchedInChild =
+    "[fork] a forked child touched shards, or other memory that the ranks of its parent share; copy what a child needs "
+    "before the fork, or start it by spawn\n";
+
+struct sigaction action_before {}; // what a SIGSEGV did
+
+std::vector<std::pair<const char*, const char*>>& left_behind() {
+  static auto* left_behind = new std::vector<std::pair<const char*, const char*>>; // looked at until the very end
+  return *left_behind;
+}
+
+void on_fault(int signal, siginfo_t* info, void*) {
+  const auto* address = static_cast<const char*>(info->si_addr);
+  for (const auto& [begin, end] : left_behind()) {
+    if (info->si_code > 0 && begin <= address && address < end) {
+      static_cast<void>(!write(STDERR_FILENO, kTouchedInChild.data(), kTouchedInChild.size()));
+      break;
+    }
+  }
+  sigaction(signal, &action_before, nullptr); // to which an access that is tried again leads
+  if (info->si_code <= 0) {
+    raise(signal); // it was sent
+  }
+}
+
+// In a forked child: makes these addresses what no access survives, and says why on stderr before a SIGSEGV that this
+// causes takes its course. Called by one thread.
+void leave_behind(char* memory, size_t bytes) {
+  const void* mapped = mmap(memory, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
+  TORCH_INTERNAL_ASSERT(mapped != MAP_FAILED, "a forked child would share memory with its parent");
+  if (left_behind().empty()) {
+    struct sigaction action {};
+    action.sa_sigaction = &on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+    sigaction(SIGSEGV, &action, &action_before);
+  }
+  left_behind().emplace_back(memory, memory + bytes);
 }
 
 } // namespace

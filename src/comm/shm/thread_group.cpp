@@ -1,12 +1,14 @@
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
 #include <vector>
-
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <fsdp/group.h>
 #include "base/check.h"
@@ -51,52 +53,56 @@ class Failures {
   std::exception_ptr echo_;
 };
 
-using StorePtr = c10::intrusive_ptr<c10d::Store>;
-
-// One thread's part of all-gathers among them.
+// All-gathers among the threads. Thread safe.
 class Meeting {
  public:
-  Meeting(StorePtr store, int rank, int size) : store_(std::move(store)), rank_(rank), size_(size) {}
+  Meeting(int size, std::chrono::milliseconds timeout) : timeout_(bounded(timeout)), words_(size) {}
 
-  std::vector<std::string> exchange(const std::string& mine) {
-    say(kHere + mine);
-    std::vector<std::string> all;
-    for (int r = 0; r < size_; ++r) {
-      const std::string word = heard(r);
-      if (word == kLeft) {
-        throw CommError(phrase("[join thread group] rank {} was left alone by rank {}", rank_, r));
-      }
-      all.push_back(word.substr(kHere.size()));
+  std::vector<std::string> exchange(int rank, const std::string& mine) {
+    std::unique_lock lock(mutex_);
+    const int round = round_;
+    words_[rank] = mine;
+    if (++here_ == words_.size() && !left_) {
+      end_round();
     }
-    return all;
+    if (!changed_.wait_for(lock, timeout_, [&] { return round_ != round || left_; })) {
+      throw CommError(phrase("[join thread group] rank {} waited in vain for rank {}", rank, first_missing()));
+    }
+    if (round_ == round) {
+      throw CommError(phrase("[join thread group] rank {} was left alone by rank {}", rank, *left_));
+    }
+    return all_;
   }
-  // Lets the others fail: they are here, or have not come so far.
-  void leave() {
-    say(kLeft);
+  // Lets the others fail, which wait or have not come so far.
+  void leave(int rank) {
+    const std::lock_guard lock(mutex_);
+    left_ = left_.value_or(rank);
+    changed_.notify_all();
   }
 
  private:
-  void say(const std::string& word) {
-    ++round_;
-    store_->set(key(rank_), word);
-  }
-  std::string heard(int rank) const {
-    try {
-      return store_->get_to_str(key(rank));
-    } catch (const c10::DistStoreError&) {
-      throw CommError(phrase("[join thread group] rank {} waited in vain for rank {}", rank_, rank));
+  // Nobody ends the next one before all have read what was said in this one.
+  void end_round() {
+    all_.clear();
+    for (auto& word : words_) {
+      all_.push_back(*std::exchange(word, std::nullopt));
     }
+    here_ = 0;
+    ++round_;
+    changed_.notify_all();
   }
-  std::string key(int rank) const {
-    return phrase("{}/{}", round_, rank);
+  int first_missing() const {
+    return static_cast<int>(std::find(words_.begin(), words_.end(), std::nullopt) - words_.begin());
   }
 
-  const std::string kHere = "here ";
-  const std::string kLeft = "left";
-  StorePtr store_;
-  int rank_;
-  int size_;
+  const std::chrono::milliseconds timeout_;
+  std::mutex mutex_; // of all below
+  std::condition_variable changed_;
+  std::vector<std::optional<std::string>> words_; // by rank, of this round
+  size_t here_ = 0; // so many of them
+  std::vector<std::string> all_; // of the last round
   int round_ = 0;
+  std::optional<int> left_; // the first rank that did
 };
 
 void run_rank(int rank, const std::shared_ptr<Group>& group, const std::function<void()>& body, Failures& failures) {
@@ -119,21 +125,28 @@ void thread_group(int size, const std::function<void()>& body, std::chrono::mill
     body();
     return;
   }
-  const StorePtr store = c10::make_intrusive<c10d::HashStore>();
-  store->setTimeout(bounded(timeout));
+  Meeting meeting(size, timeout);
   const ShmOptions options{timeout, /*arena=*/false};
+  const auto give_up = [&](int rank) {
+    failures.add();
+    meeting.leave(rank);
+  };
+  const auto run = [&](int rank) {
+    const auto exchange = [&](const std::string& mine) { return meeting.exchange(rank, mine); };
+    try {
+      run_rank(rank, shm_group(rank, size, exchange, options), body, failures);
+    } catch (...) {
+      give_up(rank);
+    }
+  };
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      Meeting meeting(store, rank, size);
-      const auto exchange = [&](const std::string& mine) { return meeting.exchange(mine); };
-      try {
-        run_rank(rank, shm_group(rank, size, exchange, options), body, failures);
-      } catch (...) {
-        failures.add();
-        meeting.leave();
-      }
-    });
+    try {
+      threads.emplace_back(run, rank);
+    } catch (...) { // the system has no more threads
+      give_up(rank);
+      break;
+    }
   }
   for (std::thread& thread : threads) {
     thread.join();
