@@ -6,7 +6,7 @@
 #include "base/check.h"
 #include "engine/flat_bucket.h"
 #include "engine/unit.h"
-#include "layout/flat_layout.h"
+#include "layout/param_layout.h"
 
 namespace fsdp::engine {
 
@@ -57,11 +57,11 @@ std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) 
     dtypes.push_back({param.name, param.tensor.scalar_type()});
   }
   check_one_dtype(dtypes);
-  const layout::FlatLayout flat(std::move(numels), ranks, alignment_in_elements(spec));
+  const auto cuts = layout::flat_cuts(numels, ranks, alignment_in_elements(spec));
   std::vector<layout::ParamLayout> parts;
   for (size_t i = 0; i < spec.params.size(); ++i) {
     const auto& param = spec.params[i];
-    parts.emplace_back(param.tensor.sizes().vec(), strides_of(param), flat.cut(i), ranks);
+    parts.emplace_back(param.tensor.sizes().vec(), strides_of(param), cuts[i], ranks);
   }
   return parts;
 }
