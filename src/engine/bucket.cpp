@@ -276,15 +276,9 @@ void Bucket::write_back(size_t index) {
   shard.copy_(written);
 }
 
-void Bucket::show_waiting_gradients() {
+void Bucket::move_waiting_gradients(WaitingMove move) {
   for (Param* param : params_) {
-    param->show_waiting_gradient();
-  }
-}
-
-void Bucket::take_back_waiting_gradients() {
-  for (Param* param : params_) {
-    param->take_back_waiting_gradient();
+    param->move_waiting_gradient(move);
   }
 }
 

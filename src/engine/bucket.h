@@ -114,8 +114,7 @@ class Bucket {
   }
 
   /// See Unit.
-  virtual void show_waiting_gradients();
-  virtual void take_back_waiting_gradients();
+  virtual void move_waiting_gradients(WaitingMove move);
 
   /// Somebody is about to write what users see of a parameter's shard.
   virtual void values_change(Param& param);

@@ -262,7 +262,7 @@ void Runtime::begin_backward() {
   }
   each_unit([&graph](Unit& unit) {
     unit.expect_gradients(graph, /*nested=*/false);
-    unit.take_back_waiting_gradients();
+    unit.move_waiting_gradients(WaitingMove::kTakeBack);
   });
 }
 
@@ -358,7 +358,9 @@ void Runtime::end_backward() {
   auto guard = lock();
   InternalScope scope;
   if (!backward_.runs) { // another one, of which the end shows them
-    each_unit([](Unit& unit) { unit.show_waiting_gradients(); }); // in the places of those that were delivered
+    each_unit([](Unit& unit) { // in the places of those that were delivered
+      unit.move_waiting_gradients(WaitingMove::kShow);
+    });
   }
 }
 

@@ -455,29 +455,21 @@ int64_t Unit::gradient_bytes() const {
   return total;
 }
 
-static void move_waiting_gradients(Unit& unit, void (Bucket::*move)()) {
-  if (!unit.policy.shows_waiting_gradients) {
+void Unit::move_waiting_gradients(WaitingMove move) {
+  if (!policy.shows_waiting_gradients) {
     return;
   }
   const auto waits = [](const auto& param) { return param->gradient.defined(); };
-  const bool any = std::any_of(unit.params().begin(), unit.params().end(), waits);
+  const bool any = std::any_of(params_.begin(), params_.end(), waits);
   if (any) {
-    unit.gradient_on_stream(/*adds=*/true);
+    gradient_on_stream(/*adds=*/true);
   }
-  for (const auto& bucket : unit.buckets()) {
-    ((*bucket).*move)();
+  for (const auto& bucket : buckets_) {
+    bucket->move_waiting_gradients(move);
   }
   if (any) { // they may be copied here, and give their memory back to other streams
-    unit.gradient_streams.join();
+    gradient_streams.join();
   }
-}
-
-void Unit::show_waiting_gradients() {
-  move_waiting_gradients(*this, &Bucket::show_waiting_gradients);
-}
-
-void Unit::take_back_waiting_gradients() {
-  move_waiting_gradients(*this, &Bucket::take_back_waiting_gradients);
 }
 
 void Unit::follow_requires_grad() {
@@ -517,7 +509,7 @@ void Unit::drop_shares() {
 
 void Unit::reset() {
   forget_uses();
-  take_back_waiting_gradients();
+  move_waiting_gradients(WaitingMove::kTakeBack);
   order_release([this] { gradient_streams.join(); });
   for (auto& param : params_) {
     param->drop_gradient();

@@ -276,8 +276,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool left_by_backward = false; ///< so it is, and is gathered anew where it is used next: shards may have been written
   int64_t gradient_bytes() const;
   /// Gradients wait for a later backward, and users see them until it begins: what they drop is dropped.
-  void show_waiting_gradients();
-  void take_back_waiting_gradients();
+  void move_waiting_gradients(WaitingMove move);
   /// Once for each backward.
   void expect_gradients(const BackwardGraph& graph, bool nested);
   void end_backward();
