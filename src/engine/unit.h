@@ -3,7 +3,9 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
@@ -15,6 +17,7 @@
 #include "engine/bucket.h"
 #include "engine/param.h"
 #include "engine/schedule.h"
+#include "engine/tenant.h"
 
 namespace fsdp::engine {
 
@@ -133,6 +136,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
     virtual ~Companion() = default;
   };
   std::shared_ptr<Companion> companion;
+  /// Methods whose calls go through the module's boundary, as those of `forward` do.
+  std::set<std::string> forward_methods;
+  /// Parameters that its modules have and that were to be left alone: no other tensor comes to lie where they were.
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> ignored;
   /// By what goes with it, as no handle does.
   bool kept = false;
 

@@ -19,7 +19,6 @@
 #include "nn/recurrent.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
-#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -211,8 +210,10 @@ std::shared_ptr<Unit> nn::make_unit(
     const FullyShardOptions& options,
     const std::optional<FlatCut>& flat) {
   auto unit = shard_modules(modules, options, flat); // what listed the handles is gone
+  for (const auto& tensor : options.ignored_params) {
+    unit->ignored.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
+  }
   for (auto* module : modules) {
-    strangers::note_ignored(unit, options.ignored_params);
     remember_handles_of_recurrent(*module, *unit);
     registry::enter(*module, unit);
   }
