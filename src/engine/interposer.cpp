@@ -21,8 +21,8 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/checkpoint_scope.h"
-#include "engine/internal_scope.h"
 #include "engine/interposer.h"
 #include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
@@ -80,9 +80,7 @@ void note_use(Param& param, const at::Tensor& view, Phase phase) {
 void follow_shard(Param& param) {
   param.follow_requires_grad();
   if (param.shard_was_replaced()) {
-    WithoutCallersLock no_callers_lock;
-    auto lock = param.unit().runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(param.unit().runtime());
     param.unit().settle_replaced_shards();
   }
 }
@@ -103,7 +101,6 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
         "[embedding] max_norm renormalizes the rows of '{}' that are asked for, and each rank asks for others: leave "
         "max_norm out, and renormalize the shards, which parameters() gives, after the optimizer's step",
         param.name());
-    WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     ++unit.held;
     call.written.push_back({unit.shared_from_this(), &param});
@@ -146,11 +143,9 @@ void keep_writes(Call& call) {
   for (const auto& each : written) {
     --each.unit->held;
   }
-  WithoutCallersLock no_callers_lock;
   std::exception_ptr failure;
   for (const auto& [unit, param] : written) {
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     try {
       if (unit->held == 0) { // else a guard decides what becomes of it
         unit->write_back(*param);
@@ -251,10 +246,8 @@ bool is_in_use(const Unit& unit, const Call& call) {
 // What a collective writes to handles reaches the shards when these are read, perhaps by one rank alone. It is a write
 // of all ranks, so all begin it here.
 void begin_writes(const Call& call) {
-  WithoutCallersLock no_callers_lock;
   for (const auto& [unit, param] : call.written) {
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     if (unit->summoned == 0) { // else a guard's end does
       unit->runtime().shards_change();
       param->bucket().begin_write();
@@ -293,8 +286,7 @@ void touch(Call& call) {
     begin = end - call.units.begin();
   }
   for (Unit* unit : call.units) { // a later root may have had to write shards, for which all readers let go
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     unit->unshard();
     unit->wait();
   }

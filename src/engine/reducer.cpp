@@ -7,7 +7,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "base/caller.h"
 #include "base/stream.h"
 #include "base/tracing.h"
 #include "base/view_into.h"
@@ -418,10 +417,7 @@ void Reducer::deliver_copies() {
   if (copied_.empty()) {
     return;
   }
-  {
-    const WithoutCallersLock no_callers_lock;
-    synchronize(copied_.front().param->unit().runtime().reduce_stream());
-  }
+  synchronize(copied_.front().param->unit().runtime().reduce_stream());
   for (Arrived& copied : std::exchange(copied_, {})) {
     deliver(*copied.param, std::move(copied.gradient));
   }

@@ -9,10 +9,10 @@
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/tracing.h"
+#include "engine/at_work.h"
 #include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/group_users.h"
-#include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
 #include "engine/unit.h"
@@ -90,8 +90,7 @@ void Runtime::keep(std::shared_ptr<Unit> unit) {
 
 void Runtime::adopt(Runtime& other) {
   const auto alive = other.shared_from_this(); // its units keep it, and leave
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   other.reducer_.finish();
   other.reducer_.deliver_copies();
   other.deliver_gradients();
@@ -267,8 +266,7 @@ void Runtime::begin_backward() {
 }
 
 void Runtime::gradient_comes_to_shard(const WaitingGradient& waiting) {
-  const auto guard = lock();
-  const InternalScope scope;
+  const AtWork at_work(*this);
   if (!waiting.is_shown()) {
     return;
   }
@@ -355,8 +353,7 @@ void Runtime::end_step() {
 void Runtime::end_backward() {
   finish_backward();
   deliver_gradients();
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   if (!backward_.runs) { // another one, of which the end shows them
     each_unit([](Unit& unit) { // in the places of those that were delivered
       unit.move_waiting_gradients(WaitingMove::kShow);
@@ -365,8 +362,7 @@ void Runtime::end_backward() {
 }
 
 void Runtime::finish_backward() {
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   // Else it was for the sake of another backward.
   const bool step_is_over = backward_.has_gradients || !backward_.may_repeat;
   // What earlier backwards have left, and zeros, go with the gradients of this one. Not if it brought none and was for
@@ -413,8 +409,7 @@ void Runtime::finish_backward() {
 }
 
 void Runtime::reset() {
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   reducer_.abandon();
   each_unit([](Unit& unit) { unit.reset(); });
   training_.abandon_step();

@@ -3,17 +3,15 @@
 #include <algorithm>
 #include <exception>
 
-#include "base/caller.h"
 #include "base/check.h"
 #include "base/format.h"
 #include "base/tracing.h"
+#include "engine/at_work.h"
 #include "engine/backward_graph.h"
 #include "engine/extended_bucket.h"
 #include "engine/flat_bucket.h"
 #include "engine/group_users.h"
-#include "engine/internal_scope.h"
 #include "engine/recorded_storage.h"
-#include "engine/runtime.h"
 
 namespace fsdp::engine {
 
@@ -317,9 +315,7 @@ void Unit::before_shard_write(Param& param) {
       "argument: write what parameters() gives there, or after it",
       param.name());
   if (state_ != UnitState::kSharded) {
-    WithoutCallersLock no_callers_lock;
-    InternalScope scope;
-    auto lock = runtime_->lock();
+    const AtWork at_work(*runtime_);
     reshard();
   }
   runtime_->shards_change();
@@ -337,9 +333,7 @@ void Unit::before_shard_read(const Param* param) {
   if (!is_private() || (held > 0 && !is_summoned_to_write)) {
     return;
   }
-  WithoutCallersLock no_callers_lock;
-  InternalScope scope;
-  auto lock = runtime_->lock();
+  const AtWork at_work(*runtime_);
   for (auto& bucket : buckets_) {
     if (held > 0) {
       bucket->write_back_alone(param);

@@ -12,9 +12,8 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
@@ -202,8 +201,7 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
     Unit& unit = *sharded_copy.unit();
-    auto lock = unit.runtime().lock();
-    engine::InternalScope scope;
+    const engine::AtWork at_work(unit.runtime());
     unit.exchange_as(*recipe.unit);
   }
   check_all_sharded(module, copy);

@@ -8,10 +8,9 @@
 #include <torch/nn/modules/container/parameterlist.h>
 
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/hidden_parameters.h"
@@ -145,8 +144,7 @@ void check_not_left(const at::Tensor& parameter, const std::string& name, const 
 
 void settle_replaced_shards(torch::nn::Module& module) {
   for (const auto& unit : units_of(module)) {
-    const auto guard = unit->runtime().lock();
-    const engine::InternalScope scope;
+    const engine::AtWork at_work(unit->runtime());
     unit->settle_replaced_shards();
   }
 }

@@ -15,9 +15,8 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "engine/at_work.h"
 #include "engine/flat_bucket.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/shown_wholes.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -127,8 +126,7 @@ bool is_first_rank(const Unit& unit) {
 
 void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   unit->before_shard_read(); // what an outer guard has written, too
-  engine::InternalScope scope;
-  auto guard = unit->runtime().lock();
+  const engine::AtWork at_work(unit->runtime());
   FSDP_CHECK(
       !unit->runtime().backward_runs(),
       "[summon_full_params] was called in a backward, which computes with the parameters of '{}': call it before or "
