@@ -99,7 +99,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   ~Unit();
 
   const std::string& name() const {
-    return name_;
+    return spec_.name;
   }
   /// For people: "(root)" where the name is empty.
   const std::string& display_name() const {
@@ -107,22 +107,22 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   void set_name(std::string name);
   c10::Device device() const {
-    return device_;
+    return spec_.device;
   }
   const Mesh& mesh() const {
-    return mesh_;
+    return spec_.mesh;
   }
   const MixedPrecisionPolicy& precision() const {
-    return precision_;
+    return spec_.precision;
   }
   const std::optional<CPUOffloadPolicy>& offload_policy() const {
-    return offload_;
+    return spec_.offload;
   }
   const std::optional<FlatCut>& flat() const {
-    return flat_;
+    return spec_.flat;
   }
   bool offloaded() const {
-    return offload_.has_value();
+    return spec_.offload.has_value();
   }
   const std::vector<std::unique_ptr<Param>>& params() const {
     return params_;
@@ -204,7 +204,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Whether a touch has nothing to do.
   bool is_in_use(Phase phase) const {
     const bool listed_is_fetched = phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
-    const bool ordered = !on_streams_ || uses_.goes_on(current_stream(device_));
+    const bool ordered = !on_streams_ || uses_.goes_on(current_stream(spec_.device));
     return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && !left_by_backward && listed_is_fetched &&
            ordered;
   }
@@ -257,7 +257,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   c10::ScalarType reduce_dtype_of(const Param& param) const;
   /// From now on they are reduced in the dtype that backward makes them in.
   void reduce_as_computed() {
-    precision_.reduce_dtype.reset();
+    spec_.precision.reduce_dtype.reset();
   }
   void expect_gradients(bool first_use_of_param) {
     awaiting_ += first_use_of_param ? 1 : 0;
@@ -302,10 +302,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
 
  private:
-  Unit(UnitSpec& spec);
-  void add_params(UnitSpec& spec);
-  std::vector<layout::ParamLayout> layouts_of(const UnitSpec& spec);
-  Bucket& bucket_for(const ParamSpec& param, const UnitSpec& spec);
+  explicit Unit(UnitSpec spec);
+  void add_params();
+  std::vector<layout::ParamLayout> layouts_of_params();
+  Bucket& bucket_for(const ParamSpec& param);
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>
   void or_release(const Gather& gather);
@@ -333,13 +333,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   fsdp::Event arrived_;
   StreamUses uses_;
 
-  std::string name_;
+  UnitSpec spec_; // without the parameters, once these are made
   std::string display_name_;
-  c10::Device device_;
-  Mesh mesh_;
-  MixedPrecisionPolicy precision_;
-  std::optional<CPUOffloadPolicy> offload_;
-  std::optional<FlatCut> flat_;
   struct Exchange {
     CollectiveFn all_gather, reduce_scatter; // of the user's, or empty
     bool separate_reductions = false, backend_memory = false;

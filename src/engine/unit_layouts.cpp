@@ -68,13 +68,13 @@ std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) 
 
 } // namespace
 
-std::vector<layout::ParamLayout> Unit::layouts_of(const UnitSpec& spec) {
-  if (spec.flat) {
-    return parts_of_flat(spec, spec.mesh.group(spec.mesh.ndim() - 1)->size());
+std::vector<layout::ParamLayout> Unit::layouts_of_params() {
+  if (spec_.flat) {
+    return parts_of_flat(spec_, spec_.mesh.group(spec_.mesh.ndim() - 1)->size());
   }
   std::vector<layout::ParamLayout> layouts;
-  for (const auto& param : spec.params) {
-    layouts.push_back(cut_along_dimension(param, bucket_for(param, spec).shard_group().size()));
+  for (const auto& param : spec_.params) {
+    layouts.push_back(cut_along_dimension(param, bucket_for(param).shard_group().size()));
   }
   return layouts;
 }

@@ -16,7 +16,7 @@ namespace fsdp::engine {
 void Unit::make_private(Bucket& bucket) {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
   if (on_streams_) {
-    uses_.block(current_stream(device_));
+    uses_.block(current_stream(spec_.device));
   }
   bucket.make_private();
   note_arrival();
@@ -27,7 +27,7 @@ std::vector<std::vector<at::Tensor>> Unit::put_together(c10::Device target, cons
   settle_replaced_shards();
   check_materialized();
   runtime_->order_gather();
-  wait_stream(current_stream(device_), runtime_->gather_stream());
+  wait_stream(current_stream(spec_.device), runtime_->gather_stream());
   std::vector<std::vector<at::Tensor>> wholes;
   for (const auto& bucket : buckets_) {
     wholes.push_back(bucket->put_together(target, label(operation)));
@@ -82,7 +82,7 @@ void Unit::go_on_with(Param& param, const at::Tensor& data) {
       data.layout() == c10::kStrided && !data.is_meta(); // else the guard's end says what it expects
   if (param.bucket().is_private() && has_values && data.sizes() == param.layout().sizes()) {
     if (on_streams_) {
-      uses_.block(current_stream(device_));
+      uses_.block(current_stream(spec_.device));
     }
     param.bucket().replace_private_copy(param, data.detach());
     note_arrival();
