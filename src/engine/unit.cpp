@@ -129,6 +129,16 @@ bool Unit::is_ancestor_of(const Unit& other) const {
   return false;
 }
 
+std::vector<Unit*> Unit::with_those_below() {
+  std::vector<Unit*> units{this};
+  runtime_->each_unit([&](Unit& unit) {
+    if (is_ancestor_of(unit)) {
+      units.push_back(&unit);
+    }
+  });
+  return units;
+}
+
 bool Unit::reshards_after(Phase phase) const {
   if (phase == Phase::kBackward) {
     return policy.reshard_after_backward;

@@ -163,6 +163,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
     parent_ = parent;
   }
   bool is_ancestor_of(const Unit& other) const;
+  /// Itself first.
+  std::vector<Unit*> with_those_below();
   bool reshards_after(Phase phase) const;
 
   // -- state

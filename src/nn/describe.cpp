@@ -12,7 +12,6 @@
 
 #include "base/format.h"
 #include "engine/prediction.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
@@ -87,17 +86,6 @@ std::vector<Unit*> units_of(const torch::nn::Module& module) {
   return units;
 }
 
-std::vector<Unit*> units_of(const FSDPModule& module) {
-  Unit* top = module.unit().get();
-  std::vector<Unit*> units{top};
-  top->runtime().each_unit([&](Unit& unit) {
-    if (top->is_ancestor_of(unit)) {
-      units.push_back(&unit);
-    }
-  });
-  return units;
-}
-
 Description describe_units(const std::vector<Unit*>& units) {
   Description description;
   for (const Unit* unit : units) {
@@ -117,7 +105,7 @@ Description describe(ConstModuleRef given) {
 }
 
 Description describe(const FSDPModule& module) {
-  return describe_units(units_of(module));
+  return describe_units(module.unit()->with_those_below());
 }
 
 std::string Description::str() const {

@@ -14,15 +14,9 @@ namespace {
 
 template <typename Do>
 void for_each_unit(Unit& top, bool recurse, const Do& apply) {
-  apply(top);
-  if (!recurse) {
-    return;
+  for (Unit* unit : recurse ? top.with_those_below() : std::vector{&top}) {
+    apply(*unit);
   }
-  top.runtime().each_unit([&](Unit& unit) {
-    if (top.is_ancestor_of(unit)) {
-      apply(unit);
-    }
-  });
 }
 
 void check_root(const Unit& unit, const char* operation) {
