@@ -410,7 +410,7 @@ void Runtime::finish_backward() {
 
 void Runtime::reset() {
   const AtWork at_work(*this);
-  reducer_.abandon();
+  each_unit([this](const Unit& unit) { reducer_.forget(unit); });
   each_unit([](Unit& unit) { unit.reset(); });
   training_.abandon_step();
   evaluating_.abandon_step();
