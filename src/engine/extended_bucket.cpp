@@ -79,7 +79,7 @@ void ExtendedBucket::check_alike(const Label& label) const {
     }
     mine << "\n";
   }
-  const auto other = find_other_text(*gather_group, mine.str(), label);
+  const auto other = find_other_texts(*gather_group, {mine.str()}, label)[0];
   FSDP_CHECK(
       !other,
       "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank {} and "
