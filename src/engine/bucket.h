@@ -16,8 +16,8 @@ namespace fsdp::engine {
 
 class FlatShard;
 
-/// The parameters of a unit that lie on one mesh: they share a home and are gathered and reduced together.
-/// Memory under the handles comes either from a gather, or is private to this rank and writable.
+/// The parameters of a unit that lie on one mesh, at least one: they share a home and are gathered and reduced
+/// together. Memory under the handles comes either from a gather, or is private to this rank and writable.
 class Bucket {
  public:
   Bucket(const Unit& unit, Mesh mesh);

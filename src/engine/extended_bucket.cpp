@@ -205,8 +205,7 @@ void ExtendedBucket::release() {
 }
 
 void ExtendedBucket::check_writable() const {
-  FSDP_CHECK(
-      params().empty(),
+  fail(
       "[write to parameter] the whole value of '{}' is made by an all-gather extension, and cannot be written or "
       "summoned: write the shards, which parameters() gives",
       params()[0]->name());
