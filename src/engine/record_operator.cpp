@@ -92,17 +92,14 @@ class RecordedCall {
 
   bool is_on_meta() const {
     const c10::IValue* device = given_.argument("device");
-    const auto& all = given_.all();
     return (device != nullptr && device->isDevice() && device->toDevice().is_meta()) ||
-           std::any_of(all.begin(), all.end(), [](const GivenTensor& given) { return given.tensor.is_meta(); });
+           given_.any([](const GivenTensor& given) { return given.tensor.is_meta(); });
   }
 
   /// Sparse ones, say: nothing of the kind is recorded.
   bool has_unusual_tensors() const {
-    const auto& all = given_.all();
-    const bool any = std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
-      return given.tensor.layout() != c10::kStrided || !given.tensor.has_storage();
-    });
+    const bool any = given_.any(
+        [](const GivenTensor& given) { return given.tensor.layout() != c10::kStrided || !given.tensor.has_storage(); });
     FSDP_CHECK(
         !any || !given_.any_recorded(),
         "[deferred_init] {} was given a tensor that is recorded together with one that is not strided: make both "
@@ -158,8 +155,7 @@ class RecordedCall {
   // It would come after the recording, and find values of other dtypes.
   void refuse_autocast() const {
     const c10::DispatchKeySet autocast = keys_ & c10::autocast_dispatch_keyset;
-    const auto& all = given_.all();
-    const bool may_cast = std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
+    const bool may_cast = given_.any([](const GivenTensor& given) {
       return given.tensor.is_floating_point() && given.tensor.scalar_type() != c10::kDouble;
     });
     FSDP_CHECK(
@@ -282,9 +278,7 @@ class RecordedCall {
     if (!trial.on_values) {
       return result.requires_grad();
     }
-    const auto& all = given_.all();
-    const bool reads_tracked =
-        std::any_of(all.begin(), all.end(), [](const GivenTensor& given) { return given.tensor.requires_grad(); });
+    const bool reads_tracked = given_.any([](const GivenTensor& given) { return given.tensor.requires_grad(); });
     return c10::GradMode::is_enabled() && reads_tracked && !traits_.reads_nothing &&
            (result.is_floating_point() || result.is_complex());
   }
@@ -311,15 +305,12 @@ class RecordedCall {
   }
 
   bool gives_digits() const {
-    const auto& all = given_.all();
     return std::any_of(made_.begin(), made_.end(), &has_digits) ||
-           std::any_of(
-               all.begin(), all.end(), [](const auto& given) { return given.written && has_digits(given.tensor); });
+           given_.any([](const GivenTensor& given) { return given.written && has_digits(given.tensor); });
   }
 
   bool reads_digits() const {
-    const auto& all = given_.all();
-    return std::any_of(all.begin(), all.end(), [](const GivenTensor& given) {
+    return given_.any([](const GivenTensor& given) {
       return !given.written && has_digits(given.tensor) && !given.tensor.unsafeGetTensorImpl()->is_wrapped_number();
     });
   }
