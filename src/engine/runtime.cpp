@@ -4,7 +4,7 @@
 #include <utility>
 
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "base/caller.h"
 #include "base/check.h"
@@ -233,32 +233,20 @@ void Runtime::backward_broke(int64_t number) {
   broken_ = broken_ || number == backwards_;
 }
 
-namespace {
-
-BackwardGraph graph_of_backward() {
-  return CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
-}
-
-} // namespace
-
 void Runtime::begin_backward() {
   check_not_broken("backward");
   if (backward_.runs) {
     return;
   }
   follow_profiler();
-  const BackwardGraph graph = graph_of_backward();
+  const BackwardGraph graph = CheckpointBackward::outermost();
   backward_ = {
       .runs = true,
       .graph = graph.id(),
       .may_repeat = graph.is_kept(),
       .is_for_all = graph.is_for_all_leaves() && (expects_calls_ || step_.is_read || leads_here(graph))};
   const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backwards_);
-  if (CheckpointBackward::active()) {
-    CheckpointBackward::at_end([end] { end->run(); });
-  } else {
-    torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
-  }
+  CheckpointBackward::at_end([end] { end->run(); });
   each_unit([&graph](Unit& unit) {
     unit.expect_gradients(graph, /*nested=*/false);
     unit.move_waiting_gradients(WaitingMove::kTakeBack);
@@ -272,7 +260,7 @@ void Runtime::gradient_comes_to_shard(const WaitingGradient& waiting) {
   }
   begin_backward();
   // A penalty by itself is for no step: ranks may differ in whether it meets a gradient that waits.
-  if (!leads_here(graph_of_backward())) {
+  if (!leads_here(CheckpointBackward::outermost())) {
     backward_.is_for_all = false;
     backward_.may_repeat = true;
   }
