@@ -48,6 +48,8 @@ Tenant* tenant_of(const at::Tensor& tensor);
 Param* param_of(const at::Tensor& tensor);
 /// The parameter whose shard this is; null for any other tensor, for views of a shard too.
 Param* param_of_shard(const at::Tensor& tensor);
+/// The parameter behind a shard or a view of one, of a flat shard the first; null for any other tensor.
+Param* param_behind_shard(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);
 /// Whether it was a shard, of a parameter that is gone or lies elsewhere now.
 bool is_left_shard(const at::Tensor& tensor);
