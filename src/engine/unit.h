@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/cut.h>
 #include <fsdp/mesh.h>
 #include <fsdp/policy.h>
 
@@ -41,12 +42,6 @@ struct ParamSpec {
   std::string name; ///< relative to the unit's module
   at::Tensor tensor; ///< becomes the handle
   ShardPlacement placement;
-};
-
-/// A unit's parameters are cut as one, laid one after another, and not each along a dimension.
-struct FlatCut {
-  int64_t alignment = 1; ///< bytes, of a multiple of which each parameter begins, in the dtype that it is gathered in
-  bool shown_as_one = false; ///< users see one flat shard in place of the parameters'
 };
 
 struct UnitSpec {
