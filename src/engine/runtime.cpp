@@ -124,8 +124,8 @@ void Runtime::adopt(Runtime& other) {
   }
   post_optim_events_.merge(other.post_optim_events_);
   other.each_unit([&](Unit& unit) { unit.join(self, static_cast<int>(units_.size())); });
-  training_.forget();
-  evaluating_.forget();
+  training_ = Schedule();
+  evaluating_ = Schedule(/*repeats=*/true);
 }
 
 bool Runtime::trains_something() const {
