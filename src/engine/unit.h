@@ -180,8 +180,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   /// whole -> whole, but a bucket's memory is writable.
   void make_private(Bucket& bucket);
-  /// By bucket, the whole parameters in the shards' own dtypes, on `target`. Collective; the state stays.
-  std::vector<std::vector<at::Tensor>> put_together(c10::Device target, const char* operation);
+  /// The whole parameters in the shards' own dtypes, on `target`. Collective; the state stays.
+  std::unordered_map<const Param*, at::Tensor> put_together(c10::Device target, const char* operation);
   /// any -> whole: writable copies in the shards' own dtypes, on `device`. Collective, whatever state each rank's unit
   /// is in. Unless `show`, only takes part: the state stays.
   void unshard_as_stored(c10::Device device, bool show);

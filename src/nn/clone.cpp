@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
@@ -125,19 +126,17 @@ struct CopiedParams {
   std::vector<at::Tensor> others; ///< are none of the copy's next unit
 };
 
+std::unordered_map<const engine::Param*, at::Tensor> wholes_of(Unit& unit) {
+  unit.before_shard_read();
+  const engine::AtWork at_work(unit.runtime());
+  return unit.put_together(unit.offloaded() ? c10::Device(c10::kCPU) : unit.device(), "clone");
+}
+
 /// Gives the copy's parameters their values, whole, where the originals belong to `unit`. What one tensor was in
 /// modules of several units may be several in the copy: a later unit has what an earlier one has not taken.
 void fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy, CopiedParams& copied) {
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
-  std::map<const engine::Param*, at::Tensor> wholes;
-  unit.before_shard_read();
-  for (const auto& bucket : unit.buckets()) {
-    const c10::Device target = unit.offloaded() ? c10::Device(c10::kCPU) : unit.device();
-    const auto values = bucket->put_together(target, unit.label("clone"));
-    for (size_t i = 0; i < values.size(); ++i) {
-      wholes[bucket->params()[i]] = values[i];
-    }
-  }
+  const auto wholes = wholes_of(unit);
   copied.others.clear();
   for (size_t i = 0; i < copies.size(); ++i) {
     at::Tensor parameter = copies[i].tensor;

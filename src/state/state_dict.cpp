@@ -33,11 +33,9 @@ using Wholes = std::unordered_map<const Param*, at::Tensor>;
 void put_together(Unit& unit, const FullStateDictOptions& options, bool wanted, Wholes& wholes) {
   unit.before_shard_read(); // what was written to handles is in the shards
   const engine::AtWork at_work(unit.runtime());
-  const auto copies = unit.put_together(options.offload_to_cpu ? c10::kCPU : unit.device(), "full_state_dict");
-  for (size_t i = 0; wanted && i < copies.size(); ++i) {
-    for (size_t j = 0; j < copies[i].size(); ++j) {
-      wholes[unit.buckets()[i]->params()[j]] = copies[i][j];
-    }
+  Wholes of_unit = unit.put_together(options.offload_to_cpu ? c10::kCPU : unit.device(), "full_state_dict");
+  if (wanted) {
+    wholes.merge(of_unit);
   }
 }
 
