@@ -200,10 +200,7 @@ void Bucket::make_private() {
   check_writable();
   std::vector<at::Tensor> copies;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const Param& param = *params_[i];
-    auto whole = param.view_as_whole(memory_of(i));
-    auto copy = at::empty_strided(param.layout().sizes(), param.layout().strides(), whole.options());
-    copies.push_back(copy.copy_(whole));
+    copies.push_back(params_[i]->view_as_whole(memory_of(i)).clone());
   }
   make_private(std::move(copies));
 }

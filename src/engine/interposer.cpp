@@ -35,8 +35,6 @@ namespace fsdp::engine {
 
 namespace {
 
-constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
-
 /// What one operator call has to do with sharded parameters.
 struct Call {
   const OperatorTraits& traits;
@@ -271,11 +269,6 @@ void touch(Call& call) {
   if (std::all_of(call.units.begin(), call.units.end(), [&](const Unit* unit) { return is_in_use(*unit, call); })) {
     return;
   }
-  if (call.units.size() == 1) {
-    WithoutCallersLock no_callers_lock;
-    call.units[0]->runtime().touch(call.units);
-    return;
-  }
   WithoutCallersLock no_callers_lock;
   // Units of several roots: each root's runtime sees its own.
   for (size_t begin = 0; begin < call.units.size();) {
@@ -446,14 +439,14 @@ struct Unboxed<Op, Result(Arguments...)> {
 } // namespace
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::optional<Recording::Pause> pause; // of what is sharded already
   if (Recording::is_active()) [[unlikely]] {
     bool recorded = false;
     called_by_torch([&] { recorded = record(op, keys, stack); });
     if (recorded) {
       return;
     }
-    const Recording::Pause pause;
-    return intercept_at(kKey, op, keys, stack);
+    pause.emplace();
   }
   intercept_at(kKey, op, keys, stack);
 }

@@ -20,8 +20,6 @@ namespace fsdp::engine {
 
 namespace {
 
-constexpr c10::DispatchKeySet kKeysOfOurs{kKey, kInnerKey};
-
 bool is_tensor_or_list(const c10::Argument& result) {
   return result.type()->isSubtypeOf(*c10::TensorType::get()) || result.type()->isSubtypeOf(*c10::ListType::ofTensors());
 }
@@ -184,15 +182,15 @@ class RecordedCall {
   }
 
   void run_as_it_is() const {
-    const c10::impl::ExcludeDispatchKeyGuard inside(kKeysOfOurs);
-    op_.redispatchBoxed((keys_ - kKeysOfOurs) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack_);
+    const c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
+    op_.redispatchBoxed((keys_ - kKeys) & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack_);
   }
 
   // For what it returns, or writes elsewhere.
   void run_on_values() {
     auto stack = given_.arguments_with(given_.with_values());
     {
-      const c10::impl::ExcludeDispatchKeyGuard inside(kKeysOfOurs);
+      const c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
       op_.callBoxed(stack);
     }
     return_instead(stack);
@@ -290,7 +288,7 @@ class RecordedCall {
         "[deferred_init] backward came to " + name() +
             ", which was recorded without its graph: compute this in forward, or under torch::NoGradGuard",
         1);
-    const c10::impl::ExcludeDispatchKeyGuard inside(kKeysOfOurs);
+    const c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
     return graph.apply({std::move(result)})[0];
   }
 
