@@ -25,4 +25,10 @@ struct Cut {
   }
 };
 
+/// A unit's parameters are cut as one, laid one after another, and not each along a dimension.
+struct FlatCut {
+  int64_t alignment = 1; ///< bytes, of a multiple of which each parameter begins, in the dtype that it is gathered in
+  bool shown_as_one = false; ///< users see one flat shard; nothing is put in the parameters' places
+};
+
 } // namespace fsdp

@@ -11,6 +11,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/cut.h>
 #include <fsdp/export.h>
 #include <fsdp/fully_shard.h>
 #include <fsdp/shown_shard.h>
@@ -39,11 +40,9 @@ struct ModuleView {
   std::vector<at::Tensor> buffers;
 };
 
-/// How parameters are laid one after another where they are cut as one.
-struct FlatView {
-  int64_t alignment = 1; ///< bytes, of a multiple of which each begins
-  bool shown_as_one = false; ///< nothing is put in the parameters' places; `flat_shard_of` is what users see
-};
+/// How parameters are laid one after another where they are cut as one. If they are shown as one, `flat_shard_of` is
+/// what users see.
+using FlatView = FlatCut;
 
 /// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
 /// (`show_as`) through which real ones come.

@@ -21,10 +21,6 @@ OtherText ask(Group& group, const std::string& text, const Label& label) {
 
 } // namespace
 
-std::optional<OtherText> find_other_text(Group& group, const std::string& text, const Label& label) {
-  return find_other_texts(group, {text}, label)[0];
-}
-
 // Every rank has the same list of digests, so all of them go on to exchange a text, or none.
 std::vector<std::optional<OtherText>> find_other_texts(
     Group& group, const std::vector<std::string>& texts, const Label& label) {

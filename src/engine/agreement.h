@@ -13,10 +13,8 @@ struct OtherText {
   std::string text;
 };
 
-/// Nothing if all ranks give the same text. Each sends as much, however long it is, unless they differ. Collective.
-std::optional<OtherText> find_other_text(Group& group, const std::string& text, const Label& label);
-
-/// The same for several texts at once.
+/// For each text nothing if all ranks give the same. Each sends as much, however long they are, unless they differ.
+/// Collective.
 std::vector<std::optional<OtherText>> find_other_texts(
     Group& group, const std::vector<std::string>& texts, const Label& label);
 

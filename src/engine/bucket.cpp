@@ -47,12 +47,11 @@ bool Bucket::reads_in_place() const {
 bool Bucket::gathers_together() const {
   const bool casts = std::any_of(
       params_.begin(), params_.end(), [](const Param* p) { return p->shard_dtype() != p->gathered_dtype(); });
-  return !params_.empty() && (casts || !gather_group->gathers_in_place());
+  return casts || !gather_group->gathers_in_place();
 }
 
 bool Bucket::has_values() const {
-  return params_.empty() ||
-         std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
+  return std::any_of(params_.begin(), params_.end(), [](const Param* param) { return !param->on_meta(); });
 }
 
 void Bucket::settle(const Label& label) {
@@ -106,7 +105,7 @@ bool Bucket::lies_well(const Param& param) const {
 
 void Bucket::settle_among(int ranks, const Label& label) {
   // Otherwise gathering again costs nothing, or as much.
-  const bool worth_it = !gather_group->gathers_in_place() && ranks < gather_group->size() && !params_.empty();
+  const bool worth_it = !gather_group->gathers_in_place() && ranks < gather_group->size();
   neighbours_ =
       worth_it ? gather_group->part(gather_group->rank() / ranks, phrase("neighbours {}", ranks), label) : nullptr;
   if (neighbours_ && neighbours_->size() > 1 && neighbours_->gathers_in_place()) {
@@ -124,7 +123,7 @@ std::vector<Piece> Bucket::pieces_among_neighbours() const {
 }
 
 void Bucket::keep_share(const Label& label) {
-  if (!neighbours_ || !gathered_ || is_private()) {
+  if (!neighbours_ || !gathered_) {
     return;
   }
   const auto pieces = pieces_among_neighbours();
@@ -137,16 +136,11 @@ void Bucket::keep_share(const Label& label) {
 }
 
 void Bucket::gather(const Label& label) {
-  if (!params_.empty()) {
-    const auto share = std::exchange(share_, nullptr);
-    gathered_ = (share ? share : home_)->gather(label);
-  }
+  const auto share = std::exchange(share_, nullptr);
+  gathered_ = (share ? share : home_)->gather(label);
 }
 
 void Bucket::wait() {
-  if (params_.empty()) {
-    return;
-  }
   gathered_->wait();
   unpacked_.resize(params_.size());
   for (size_t i = 0; i < params_.size(); ++i) {
@@ -203,16 +197,10 @@ std::vector<at::Tensor> Bucket::put_together(c10::Device target, const Label& la
 }
 
 void Bucket::make_private() {
-  if (is_private()) {
-    return;
-  }
   check_writable();
   std::vector<at::Tensor> copies;
   for (size_t i = 0; i < params_.size(); ++i) {
-    const Param& param = *params_[i];
-    auto whole = param.view_as_whole(memory_of(i));
-    auto copy = at::empty_strided(param.layout().sizes(), param.layout().strides(), whole.options());
-    copies.push_back(copy.copy_(whole));
+    copies.push_back(params_[i]->view_as_whole(memory_of(i)).clone());
   }
   make_private(std::move(copies));
 }
@@ -276,15 +264,9 @@ void Bucket::write_back(size_t index) {
   shard.copy_(written);
 }
 
-void Bucket::show_waiting_gradients() {
+void Bucket::move_waiting_gradients(WaitingMove move) {
   for (Param* param : params_) {
-    param->show_waiting_gradient();
-  }
-}
-
-void Bucket::take_back_waiting_gradients() {
-  for (Param* param : params_) {
-    param->take_back_waiting_gradient();
+    param->move_waiting_gradient(move);
   }
 }
 

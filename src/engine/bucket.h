@@ -16,8 +16,8 @@ namespace fsdp::engine {
 
 class FlatShard;
 
-/// The parameters of a unit that lie on one mesh: they share a home and are gathered and reduced together.
-/// Memory under the handles comes either from a gather, or is private to this rank and writable.
+/// The parameters of a unit that lie on one mesh, at least one: they share a home and are gathered and reduced
+/// together. Memory under the handles comes either from a gather, or is private to this rank and writable.
 class Bucket {
  public:
   Bucket(const Unit& unit, Mesh mesh);
@@ -114,8 +114,7 @@ class Bucket {
   }
 
   /// See Unit.
-  virtual void show_waiting_gradients();
-  virtual void take_back_waiting_gradients();
+  virtual void move_waiting_gradients(WaitingMove move);
 
   /// Somebody is about to write what users see of a parameter's shard.
   virtual void values_change(Param& param);

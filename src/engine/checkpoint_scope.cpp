@@ -58,12 +58,17 @@ bool CheckpointBackward::active() {
   return Outermost::of_thread() != nullptr;
 }
 
-const BackwardGraph& CheckpointBackward::outermost() {
-  return Outermost::of_thread()->graph;
+BackwardGraph CheckpointBackward::outermost() {
+  const auto& around = Outermost::of_thread();
+  return around ? around->graph : BackwardGraph::current();
 }
 
 void CheckpointBackward::at_end(std::function<void()> run) {
-  Outermost::of_thread()->at_end.push_back(std::move(run));
+  if (const auto& around = Outermost::of_thread()) {
+    around->at_end.push_back(std::move(run));
+  } else {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(run));
+  }
 }
 
 } // namespace fsdp::engine

@@ -36,8 +36,8 @@ class FSDP_API CheckpointBackward {
   CheckpointBackward& operator=(const CheckpointBackward&) = delete;
 
   static bool active();
-  /// The backward around all that is nested on this thread.
-  static const BackwardGraph& outermost();
+  /// The backward around all that is nested on this thread; the one that runs, if there is no such scope.
+  static BackwardGraph outermost();
   /// To be run when it ends.
   static void at_end(std::function<void()> run);
 

@@ -79,7 +79,7 @@ void ExtendedBucket::check_alike(const Label& label) const {
     }
     mine << "\n";
   }
-  const auto other = find_other_text(*gather_group, mine.str(), label);
+  const auto other = find_other_texts(*gather_group, {mine.str()}, label)[0];
   FSDP_CHECK(
       !other,
       "[before all-gather] extensions have to send tensors of the same sizes and dtypes on every rank, but rank {} and "
@@ -205,8 +205,7 @@ void ExtendedBucket::release() {
 }
 
 void ExtendedBucket::check_writable() const {
-  FSDP_CHECK(
-      params().empty(),
+  fail(
       "[write to parameter] the whole value of '{}' is made by an all-gather extension, and cannot be written or "
       "summoned: write the shards, which parameters() gives",
       params()[0]->name());

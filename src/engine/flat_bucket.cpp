@@ -58,12 +58,8 @@ void FlatBucket::values_change(Param& param) {
   }
 }
 
-void FlatBucket::show_waiting_gradients() {
-  flat_shard_ ? flat_shard_->show_waiting_gradient() : Bucket::show_waiting_gradients();
-}
-
-void FlatBucket::take_back_waiting_gradients() {
-  flat_shard_ ? flat_shard_->take_back_waiting_gradient() : Bucket::take_back_waiting_gradients();
+void FlatBucket::move_waiting_gradients(WaitingMove move) {
+  flat_shard_ ? flat_shard_->move_waiting_gradient(move) : Bucket::move_waiting_gradients(move);
 }
 
 std::vector<Piece> FlatBucket::pieces() const {

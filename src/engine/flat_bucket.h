@@ -23,8 +23,7 @@ class FlatBucket final : public Bucket {
   void settle_among(int, const Label&) override {} // a flat unit is gathered among all, always
   bool lies_well(const Param& param) const override;
   void values_change(Param& param) override;
-  void show_waiting_gradients() override;
-  void take_back_waiting_gradients() override;
+  void move_waiting_gradients(WaitingMove move) override;
   FlatShard* flat_shard() const override {
     return flat_shard_.get();
   }

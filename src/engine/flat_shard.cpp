@@ -146,20 +146,18 @@ at::Tensor FlatShard::put_gradients_together() {
   return whole;
 }
 
-void FlatShard::show_waiting_gradient() {
-  if (const at::Tensor whole = put_gradients_together(); whole.defined()) {
-    const layout::ParamLayout& last = bucket_.params().back()->layout();
-    const at::Tensor shown = whole.narrow(0, 0, last.cut().before + last.numel()); // without the padding
-    waiting_.show(tensor_, shown, bucket_.params().front()->unit());
-  }
-}
-
-void FlatShard::take_back_waiting_gradient() {
-  if (!waiting_.is_shown() || waiting_.take_back(tensor_, bucket_.params().front()->name())) {
-    return;
-  }
-  for (Param* param : bucket_.params()) {
-    param->gradient.reset();
+void FlatShard::move_waiting_gradient(WaitingMove move) {
+  const auto& params = bucket_.params();
+  if (move == WaitingMove::kShow) {
+    if (const at::Tensor whole = put_gradients_together(); whole.defined()) {
+      const Cut& last = params.back()->layout().cut();
+      const at::Tensor shown = whole.narrow(0, 0, last.before + last.numel); // without the padding
+      waiting_.show(tensor_, shown, params.front()->unit());
+    }
+  } else if (waiting_.is_shown() && !waiting_.take_back(tensor_, params.front()->name())) {
+    for (Param* param : params) {
+      param->gradient.reset();
+    }
   }
 }
 

@@ -49,8 +49,7 @@ class FlatShard : public std::enable_shared_from_this<FlatShard> {
   /// This rank's share of a tensor like the whole flat parameter, copied; zero where no parameter is.
   at::Tensor share_of(const at::Tensor& whole) const;
   /// See Unit. It is one tensor, of which the parameters' gradients become views; zero where no gradient is.
-  void show_waiting_gradient();
-  void take_back_waiting_gradient();
+  void move_waiting_gradient(WaitingMove move);
   /// This rank's share of the gradient; undefined if there is none.
   at::Tensor gradient() const {
     return waiting_.own(tensor_);

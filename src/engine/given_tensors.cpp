@@ -75,14 +75,6 @@ GivenTensors::GivenTensors(const c10::OperatorHandle& op, const torch::jit::Stac
   }
 }
 
-bool GivenTensors::any_recorded() const {
-  return std::any_of(all_.begin(), all_.end(), [](const GivenTensor& given) { return given.recorded != nullptr; });
-}
-
-bool GivenTensors::any_written() const {
-  return std::any_of(all_.begin(), all_.end(), [](const GivenTensor& given) { return given.written; });
-}
-
 const c10::IValue* GivenTensors::argument(const char* name) const {
   const int index = index_of_argument(op_.schema(), name);
   return index < 0 ? nullptr : &arguments_[index];

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -36,8 +37,16 @@ class GivenTensors {
   const std::vector<GivenTensor>& all() const {
     return all_;
   }
-  bool any_recorded() const;
-  bool any_written() const;
+  template <class Is>
+  bool any(const Is& is) const {
+    return std::any_of(all_.begin(), all_.end(), is);
+  }
+  bool any_recorded() const {
+    return any([](const GivenTensor& given) { return given.recorded != nullptr; });
+  }
+  bool any_written() const {
+    return any([](const GivenTensor& given) { return given.written; });
+  }
 
   /// Null if the operator has no such argument.
   const c10::IValue* argument(const char* name) const;

@@ -86,8 +86,7 @@ class InternalScope {
   friend class UserScope;
 
   static c10::DispatchKeySet keys() {
-    return c10::DispatchKeySet({kKey, kInnerKey}) | c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-           c10::autocast_dispatch_keyset;
+    return kKeys | c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset;
   }
   // Of this thread's calls into the engine, the one that the user's code made.
   static const InternalScope*& outermost() {
@@ -136,8 +135,7 @@ class OutermostScope {
 
  private:
   NoInferenceMode no_inference_;
-  c10::impl::ForceDispatchKeyGuard keys_{
-      c10::default_included_set, c10::default_excluded_set | c10::DispatchKeySet({kKey, kInnerKey})};
+  c10::impl::ForceDispatchKeyGuard keys_{c10::default_included_set, c10::default_excluded_set | kKeys};
   c10::AutoGradMode grad_mode_{false};
 };
 

@@ -21,8 +21,8 @@
 
 #include "base/caller.h"
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/checkpoint_scope.h"
-#include "engine/internal_scope.h"
 #include "engine/interposer.h"
 #include "engine/no_autocast_cache.h"
 #include "engine/operators.h"
@@ -34,8 +34,6 @@
 namespace fsdp::engine {
 
 namespace {
-
-constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
 
 /// What one operator call has to do with sharded parameters.
 struct Call {
@@ -80,9 +78,7 @@ void note_use(Param& param, const at::Tensor& view, Phase phase) {
 void follow_shard(Param& param) {
   param.follow_requires_grad();
   if (param.shard_was_replaced()) {
-    WithoutCallersLock no_callers_lock;
-    auto lock = param.unit().runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(param.unit().runtime());
     param.unit().settle_replaced_shards();
   }
 }
@@ -103,7 +99,6 @@ void see_handle(Param& param, const at::Tensor& view, bool written, Call& call) 
         "[embedding] max_norm renormalizes the rows of '{}' that are asked for, and each rank asks for others: leave "
         "max_norm out, and renormalize the shards, which parameters() gives, after the optimizer's step",
         param.name());
-    WithoutCallersLock no_callers_lock;
     unit.runtime().write(unit, param);
     ++unit.held;
     call.written.push_back({unit.shared_from_this(), &param});
@@ -146,11 +141,9 @@ void keep_writes(Call& call) {
   for (const auto& each : written) {
     --each.unit->held;
   }
-  WithoutCallersLock no_callers_lock;
   std::exception_ptr failure;
   for (const auto& [unit, param] : written) {
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     try {
       if (unit->held == 0) { // else a guard decides what becomes of it
         unit->write_back(*param);
@@ -251,10 +244,8 @@ bool is_in_use(const Unit& unit, const Call& call) {
 // What a collective writes to handles reaches the shards when these are read, perhaps by one rank alone. It is a write
 // of all ranks, so all begin it here.
 void begin_writes(const Call& call) {
-  WithoutCallersLock no_callers_lock;
   for (const auto& [unit, param] : call.written) {
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     if (unit->summoned == 0) { // else a guard's end does
       unit->runtime().shards_change();
       param->bucket().begin_write();
@@ -278,11 +269,6 @@ void touch(Call& call) {
   if (std::all_of(call.units.begin(), call.units.end(), [&](const Unit* unit) { return is_in_use(*unit, call); })) {
     return;
   }
-  if (call.units.size() == 1) {
-    WithoutCallersLock no_callers_lock;
-    call.units[0]->runtime().touch(call.units);
-    return;
-  }
   WithoutCallersLock no_callers_lock;
   // Units of several roots: each root's runtime sees its own.
   for (size_t begin = 0; begin < call.units.size();) {
@@ -293,8 +279,7 @@ void touch(Call& call) {
     begin = end - call.units.begin();
   }
   for (Unit* unit : call.units) { // a later root may have had to write shards, for which all readers let go
-    auto lock = unit->runtime().lock();
-    InternalScope scope;
+    const AtWork at_work(unit->runtime());
     unit->unshard();
     unit->wait();
   }
@@ -454,14 +439,14 @@ struct Unboxed<Op, Result(Arguments...)> {
 } // namespace
 
 void intercept(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  std::optional<Recording::Pause> pause; // of what is sharded already
   if (Recording::is_active()) [[unlikely]] {
     bool recorded = false;
     called_by_torch([&] { recorded = record(op, keys, stack); });
     if (recorded) {
       return;
     }
-    const Recording::Pause pause;
-    return intercept_at(kKey, op, keys, stack);
+    pause.emplace();
   }
   intercept_at(kKey, op, keys, stack);
 }

@@ -62,7 +62,7 @@ OperatorTrial try_on_stand_ins(const GivenTensors& call) {
   if (pinned >= 0) {
     trial.returned[pinned] = c10::IValue();
   }
-  const c10::impl::ExcludeDispatchKeyGuard inside(c10::DispatchKeySet{kKey, kInnerKey});
+  const c10::impl::ExcludeDispatchKeyGuard inside(kKeys);
   call.op().callBoxed(trial.returned);
   return trial;
 }

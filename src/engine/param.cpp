@@ -1,5 +1,6 @@
 #include "engine/param.h"
 
+#include <memory>
 #include <optional>
 #include <utility>
 
@@ -10,7 +11,6 @@
 #include "base/check.h"
 #include "base/tensor_at.h"
 #include "engine/bucket.h"
-#include "engine/handle_meta.h"
 #include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "engine/unit.h"
@@ -49,6 +49,57 @@ class KeptLeaf {
   torch::autograd::AutogradMeta* autograd_;
   std::optional<decltype(torch::autograd::AutogradMeta::grad_accumulator_)> adds_up_;
 };
+
+/// Autograd's data of a handle. What stands in for the gradient is seen as long as the shard has one: whoever drops the
+/// gradients of `parameters()` does not come by here.
+struct HandleMeta final : torch::autograd::AutogradMeta {
+  const at::Tensor& grad() const override {
+    static const at::Tensor none;
+    return is_over() ? none : grad_;
+  }
+  at::Tensor& mutable_grad() override {
+    if (is_over()) {
+      tenant_of(grad_)->param->stand_in_was_taken_off();
+      grad_.reset();
+    }
+    return grad_;
+  }
+  bool is_over() const {
+    const Tenant* tenant = tenant_of(grad_);
+    return tenant != nullptr && tenant->role == Role::kGradient && tenant->param != nullptr &&
+           tenant->param->gradient_was_dropped();
+  }
+};
+
+// Not every version of LibTorch has all of it.
+template <typename Meta>
+void take_over(Meta& meta, Meta& former) {
+  meta.name_ = std::move(former.name_);
+  meta.grad_ = std::move(former.grad_);
+  meta.grad_accumulator_ = std::move(former.grad_accumulator_);
+  meta.fw_grad_ = std::move(former.fw_grad_);
+  meta.hooks_ = std::move(former.hooks_);
+  meta.cpp_hooks_list_ = std::move(former.cpp_hooks_list_);
+  meta.post_acc_grad_hooks_ = std::move(former.post_acc_grad_hooks_);
+  meta.requires_grad_ = former.requires_grad_;
+  if constexpr (requires { meta.grad_dtype_; }) {
+    meta.grad_dtype_ = former.grad_dtype_;
+  }
+  if constexpr (requires { meta.allow_grad_dtype_mismatch_; }) {
+    meta.allow_grad_dtype_mismatch_ = former.allow_grad_dtype_mismatch_;
+  }
+}
+
+/// From now on `handle.grad()` is there as long as the shard has a gradient. Nothing for a tensor with a history.
+void show_gradient_while_shard_has_one(const at::Tensor& handle) {
+  auto* former = torch::autograd::impl::materialize_autograd_meta(handle);
+  if (former->is_view_ || former->grad_fn_ || dynamic_cast<HandleMeta*>(former) != nullptr) {
+    return;
+  }
+  auto meta = std::make_unique<HandleMeta>();
+  take_over<torch::autograd::AutogradMeta>(*meta, *former);
+  handle.unsafeGetTensorImpl()->set_autograd_meta(std::move(meta));
+}
 
 } // namespace
 

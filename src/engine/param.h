@@ -185,8 +185,7 @@ class alignas(64) Param {
   /// Of a backward that broke off.
   void drop_gradient();
   /// See Unit.
-  void show_waiting_gradient();
-  void take_back_waiting_gradient();
+  void move_waiting_gradient(WaitingMove move);
   /// Whether the next reduction of its unit has something to do for it.
   bool takes_part_in_reduction() const;
   /// The same where something is reduced for another of its bucket: the gradient of a flat parameter is one.

@@ -63,14 +63,12 @@ const void* Param::change_by(const at::Tensor& gradient) const {
   return index && memory ? memory + (shard_.storage_offset() + *index) * c10::elementSize(shard_dtype()) : nullptr;
 }
 
-void Param::show_waiting_gradient() {
-  if (gradient.defined()) {
-    waiting_.show(shard_, gradient, unit_);
-  }
-}
-
-void Param::take_back_waiting_gradient() {
-  if (waiting_.is_shown() && !waiting_.take_back(shard_, name_)) {
+void Param::move_waiting_gradient(WaitingMove move) {
+  if (move == WaitingMove::kShow) {
+    if (gradient.defined()) {
+      waiting_.show(shard_, gradient, unit_);
+    }
+  } else if (waiting_.is_shown() && !waiting_.take_back(shard_, name_)) {
     gradient.reset();
   }
 }

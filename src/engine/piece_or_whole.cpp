@@ -65,7 +65,7 @@ void set_tensor(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::
     const auto lock = param->unit().runtime().lock();
     param->shard_was_given_data();
   } else if (flat != nullptr && flat->tensor().is_same(tensor)) {
-    const auto lock = flat->bucket().params().front()->unit().runtime().lock();
+    const auto lock = flat->bucket().unit().runtime().lock();
     flat->was_given_data();
   }
 }

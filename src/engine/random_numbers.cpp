@@ -36,25 +36,16 @@ const FlatShard* flat_of_piece(const at::Tensor& tensor) {
   return is_all && flat->bucket().shard_group().size() > 1 ? flat : nullptr;
 }
 
-/// Calls the operator on `whole`; this rank's `piece_of` it is what the shard gets.
-template <typename PieceOf>
-void draw_whole(
-    const c10::OperatorHandle& op, torch::jit::Stack* stack, const at::Tensor& whole, const PieceOf& piece_of) {
-  c10::IValue& argument = torch::jit::peek(*stack, 0, op.schema().arguments().size());
-  const at::Tensor shard = argument.toTensor();
-  argument = whole;
-  op.callBoxed(stack);
-  at::Tensor piece;
-  {
-    const InternalScope scope;
-    piece = piece_of(stack->back().toTensor());
-  }
-  shard.copy_(piece); // seen as any write is
-  stack->back() = shard;
+/// In place of a parameter's shard, or of a flat one.
+at::Tensor whole_for(const at::Tensor& shard, const Param* param, const FlatShard* flat) {
+  const auto options = shard.options().requires_grad(false);
+  return param != nullptr ? at::empty_strided(param->layout().sizes(), param->layout().strides(), options)
+                          : at::empty({shard.numel() * flat->bucket().shard_group().size()}, options);
 }
 
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const at::Tensor shard = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  c10::IValue& argument = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+  const at::Tensor shard = argument.toTensor();
   const Param* param = param_of_piece(shard);
   const FlatShard* flat = param == nullptr ? flat_of_piece(shard) : nullptr;
   if (param == nullptr && flat == nullptr) {
@@ -62,14 +53,16 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     return;
   }
   const Recording::Pause pause; // of `deferred_init`, if one of its modules is sharded already
-  const auto options = shard.options().requires_grad(false);
-  if (param != nullptr) {
-    const auto whole = at::empty_strided(param->layout().sizes(), param->layout().strides(), options);
-    draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return param->piece_of(drawn); });
-  } else {
-    const auto whole = at::empty({shard.numel() * flat->bucket().shard_group().size()}, options);
-    draw_whole(op, stack, whole, [&](const at::Tensor& drawn) { return flat->share_of(drawn); });
+  argument = whole_for(shard, param, flat);
+  op.callBoxed(stack);
+  at::Tensor piece;
+  {
+    const InternalScope scope;
+    const at::Tensor drawn = stack->back().toTensor();
+    piece = param != nullptr ? param->piece_of(drawn) : flat->share_of(drawn);
   }
+  shard.copy_(piece); // seen as any write is
+  stack->back() = shard;
 }
 
 // Of what a DTensor wraps. On other devices than the CPU DTensor sees to the numbers itself.

@@ -7,7 +7,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
-#include "base/caller.h"
 #include "base/stream.h"
 #include "base/tracing.h"
 #include "base/view_into.h"
@@ -82,21 +81,14 @@ struct Reducer::Reduction {
 
 namespace {
 
-// The gradient as the ranks' slices, one after another, of any shape.
-at::Tensor as_slices(const Param& param, const at::Tensor& gradient) {
-  if (param.layout().in_place() && gradient.is_contiguous()) {
-    return gradient;
-  }
-  return param.layout().in_place() ? view_into(gradient, gradient.scalar_type(), gradient.numel())
-                                   : param.layout().pack(gradient);
-}
-
+// As the ranks' slices, one after another.
 at::Tensor take_gradient(Param& param, c10::ScalarType dtype, c10::Device device) {
   at::Tensor gradient = std::exchange(param.gradient, {});
   if (!gradient.defined()) {
     return at::zeros({param.layout().numel()}, at::TensorOptions().dtype(dtype).device(device));
   }
-  return as_slices(param, gradient.scalar_type() == dtype ? gradient : gradient.to(dtype));
+  gradient = gradient.to(dtype);
+  return param.layout().in_place() ? view_into(gradient, dtype, gradient.numel()) : param.layout().pack(gradient);
 }
 
 double divisor(const Unit& unit, const Bucket& bucket) {
@@ -418,22 +410,10 @@ void Reducer::deliver_copies() {
   if (copied_.empty()) {
     return;
   }
-  {
-    const WithoutCallersLock no_callers_lock;
-    synchronize(copied_.front().param->unit().runtime().reduce_stream());
-  }
+  synchronize(copied_.front().param->unit().runtime().reduce_stream());
   for (Arrived& copied : std::exchange(copied_, {})) {
     deliver(*copied.param, std::move(copied.gradient));
   }
-}
-
-void Reducer::abandon() {
-  for (const auto& reduction : running_) {
-    let_go(*reduction);
-  }
-  running_.clear();
-  copied_.clear();
-  deliveries_.clear();
 }
 
 void Reducer::forget(const Unit& unit) {

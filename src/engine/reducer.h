@@ -45,9 +45,7 @@ class Reducer {
   bool has_deliveries() const {
     return !deliveries_.empty();
   }
-  /// Forgets what is in flight, after a failure.
-  void abandon();
-  /// The same of one unit, which is about to go.
+  /// Forgets what of it is in flight: it is about to go, or something has failed.
   void forget(const Unit& unit);
 
   int in_flight() const {

@@ -4,15 +4,15 @@
 #include <utility>
 
 #include <ATen/record_function.h>
-#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include "base/caller.h"
 #include "base/check.h"
 #include "base/tracing.h"
+#include "engine/at_work.h"
 #include "engine/backward_graph.h"
 #include "engine/checkpoint_scope.h"
 #include "engine/group_users.h"
-#include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/prediction.h"
 #include "engine/unit.h"
@@ -90,8 +90,7 @@ void Runtime::keep(std::shared_ptr<Unit> unit) {
 
 void Runtime::adopt(Runtime& other) {
   const auto alive = other.shared_from_this(); // its units keep it, and leave
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   other.reducer_.finish();
   other.reducer_.deliver_copies();
   other.deliver_gradients();
@@ -125,8 +124,8 @@ void Runtime::adopt(Runtime& other) {
   }
   post_optim_events_.merge(other.post_optim_events_);
   other.each_unit([&](Unit& unit) { unit.join(self, static_cast<int>(units_.size())); });
-  training_.forget();
-  evaluating_.forget();
+  training_ = Schedule();
+  evaluating_ = Schedule(/*repeats=*/true);
 }
 
 bool Runtime::trains_something() const {
@@ -234,47 +233,34 @@ void Runtime::backward_broke(int64_t number) {
   broken_ = broken_ || number == backwards_;
 }
 
-namespace {
-
-BackwardGraph graph_of_backward() {
-  return CheckpointBackward::active() ? CheckpointBackward::outermost() : BackwardGraph::current();
-}
-
-} // namespace
-
 void Runtime::begin_backward() {
   check_not_broken("backward");
   if (backward_.runs) {
     return;
   }
   follow_profiler();
-  const BackwardGraph graph = graph_of_backward();
+  const BackwardGraph graph = CheckpointBackward::outermost();
   backward_ = {
       .runs = true,
       .graph = graph.id(),
       .may_repeat = graph.is_kept(),
       .is_for_all = graph.is_for_all_leaves() && (expects_calls_ || step_.is_read || leads_here(graph))};
   const auto end = std::make_shared<EndOfBackward>(weak_from_this(), ++backwards_);
-  if (CheckpointBackward::active()) {
-    CheckpointBackward::at_end([end] { end->run(); });
-  } else {
-    torch::autograd::Engine::get_default_engine().queue_callback([end] { end->run(); });
-  }
+  CheckpointBackward::at_end([end] { end->run(); });
   each_unit([&graph](Unit& unit) {
     unit.expect_gradients(graph, /*nested=*/false);
-    unit.take_back_waiting_gradients();
+    unit.move_waiting_gradients(WaitingMove::kTakeBack);
   });
 }
 
 void Runtime::gradient_comes_to_shard(const WaitingGradient& waiting) {
-  const auto guard = lock();
-  const InternalScope scope;
+  const AtWork at_work(*this);
   if (!waiting.is_shown()) {
     return;
   }
   begin_backward();
   // A penalty by itself is for no step: ranks may differ in whether it meets a gradient that waits.
-  if (!leads_here(graph_of_backward())) {
+  if (!leads_here(CheckpointBackward::outermost())) {
     backward_.is_for_all = false;
     backward_.may_repeat = true;
   }
@@ -355,16 +341,16 @@ void Runtime::end_step() {
 void Runtime::end_backward() {
   finish_backward();
   deliver_gradients();
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   if (!backward_.runs) { // another one, of which the end shows them
-    each_unit([](Unit& unit) { unit.show_waiting_gradients(); }); // in the places of those that were delivered
+    each_unit([](Unit& unit) { // in the places of those that were delivered
+      unit.move_waiting_gradients(WaitingMove::kShow);
+    });
   }
 }
 
 void Runtime::finish_backward() {
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   // Else it was for the sake of another backward.
   const bool step_is_over = backward_.has_gradients || !backward_.may_repeat;
   // What earlier backwards have left, and zeros, go with the gradients of this one. Not if it brought none and was for
@@ -411,9 +397,8 @@ void Runtime::finish_backward() {
 }
 
 void Runtime::reset() {
-  auto guard = lock();
-  InternalScope scope;
-  reducer_.abandon();
+  const AtWork at_work(*this);
+  each_unit([this](const Unit& unit) { reducer_.forget(unit); });
   each_unit([](Unit& unit) { unit.reset(); });
   training_.abandon_step();
   evaluating_.abandon_step();

@@ -45,10 +45,8 @@ bool Runtime::is_look(const Unit& unit, Phase phase, bool training) const {
 }
 
 bool Runtime::is_first_touch(const Unit& unit, bool training) const {
-  if (unit.state() == UnitState::kSharded || (training && unit.ahead != GatheredFor::kNobody)) {
-    return true;
-  }
-  return unit.ahead == GatheredFor::kEvaluation;
+  return unit.state() == UnitState::kSharded || (training && unit.ahead != GatheredFor::kNobody) ||
+         unit.ahead == GatheredFor::kEvaluation;
 }
 
 // Where some gathers need all ranks and others do not, ranks may differ in the latter. An evaluation gains nothing by

@@ -3,19 +3,16 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/caller.h"
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/group_users.h"
-#include "engine/internal_scope.h"
 #include "engine/param.h"
-#include "engine/runtime.h"
 #include "engine/unit.h"
 
 namespace fsdp::engine {
 
 void Runtime::write(Unit& unit, Param& param) {
-  auto guard = lock();
-  InternalScope scope;
+  const AtWork at_work(*this);
   param.values_change(); // for graphs that no forward has made: whoever goes back through them is told
   if (param.bucket().is_private()) {
     unit.wait(); // on another stream, perhaps
@@ -83,7 +80,6 @@ void Runtime::gradient_delivered(Param& param, const at::Tensor& gradient) {
 // reads them in place any more, and what is gathered then comes after whatever the program did.
 void Runtime::open_for_unseen_writes() {
   unseen_writes_ = awaits_step_ = shards_changed_ = true;
-  const WithoutCallersLock no_callers_lock;
   begin_unseen_writes(std::exchange(delivered_, {}));
   for (Unit* unit : std::vector<Unit*>(unsharded_)) {
     unit->wait();
@@ -132,9 +128,7 @@ void Runtime::begin_unseen_writes(const std::vector<Unit*>& units) {
 // gather, which waits for others only if this rank has written: ranks may begin with different models. So nobody has to
 // end it, and a model that is never trained holds up no other's time.
 void Runtime::expect_first_values(const char* operation) {
-  auto guard = lock();
-  const InternalScope scope;
-  const WithoutCallersLock no_callers_lock;
+  const AtWork at_work(*this);
   std::vector<Unit*> units;
   each_unit([&units](Unit& unit) { units.push_back(&unit); });
   for (const auto& [group, unit] : groups_read_in_place(units)) {
@@ -177,9 +171,7 @@ void Runtime::end_unseen_writes(const std::shared_ptr<Group>& group) {
 }
 
 void Runtime::expect_unseen_writes() {
-  auto guard = lock();
-  InternalScope scope;
-  WithoutCallersLock no_callers_lock;
+  const AtWork at_work(*this);
   each_unit([](Unit& unit) { unit.expect_unseen_writes(); });
   unseen_writes_ = awaits_step_ = true;
 }

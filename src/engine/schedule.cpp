@@ -44,11 +44,6 @@ void Schedule::abandon_step() {
   following_ = !expected_.empty();
 }
 
-void Schedule::forget() {
-  expected_.clear();
-  abandon_step();
-}
-
 std::vector<Schedule::Touch> Schedule::upcoming(size_t count) const {
   std::vector<Touch> touches;
   if (!following_) {

@@ -28,7 +28,6 @@ class Schedule {
   void end_step();
   /// The step broke off: what was recorded of it does not count.
   void abandon_step();
-  void forget();
 
   /// Whether this step has followed what was expected so far (or found back to it).
   bool known() const {

@@ -15,17 +15,19 @@ namespace fsdp {
 
 namespace {
 
+/// Of a flat shard the first.
 const engine::Param& param_behind(const at::Tensor& shard) {
-  const engine::Param* param = engine::param_of(shard);
+  const engine::Param* param = engine::param_behind_shard(shard);
+  const engine::Param* of_handle = engine::param_of(shard);
   FSDP_CHECK(
-      param != nullptr && !engine::is_handle(shard),
+      param != nullptr,
       "[sharded] a parameter's shard is needed, as model->parameters() gives it after fully_shard; this is {}",
-      param != nullptr ? "the handle of '" + param->name() + "'" : std::string("another tensor"));
+      of_handle != nullptr ? "the handle of '" + of_handle->name() + "'" : std::string("another tensor"));
   return *param;
 }
 
 /// The whole flat parameter, of one of whose likes this is the rank's share: padded to the same length on all ranks.
-at::Tensor put_together(const engine::FlatShard& flat, const at::Tensor& local, const char* operation) {
+at::Tensor put_flat_together(const engine::FlatShard& flat, const at::Tensor& local, const char* operation) {
   const auto& params = flat.bucket().params();
   std::vector<engine::PieceOf> pieces;
   for (const engine::Param* param : params) {
@@ -40,7 +42,12 @@ at::Tensor put_together(const engine::FlatShard& flat, const at::Tensor& local, 
   return whole;
 }
 
-at::Tensor put_together(const engine::Param& param, const at::Tensor& local, const char* operation) {
+/// What all ranks have of a shard, or of what is cut as it is.
+at::Tensor put_together(const at::Tensor& shard, const at::Tensor& local, const char* operation) {
+  if (const auto* flat = engine::flat_shard_of(shard)) {
+    return put_flat_together(*flat, local, operation);
+  }
+  const auto& param = param_behind(shard);
   return engine::put_together({{&param, local}}, local.device(), {operation, param.name()})[0];
 }
 
@@ -63,19 +70,14 @@ int64_t ShardedTensor::numel() const {
 }
 
 at::Tensor ShardedTensor::full_tensor() const {
-  if (const auto* flat = engine::flat_shard_of(local)) {
-    flat->bucket().params().front()->unit().before_shard_read();
-    return put_together(*flat, local.detach(), "full_tensor");
-  }
-  const auto& param = param_behind(local);
-  param.unit().before_shard_read();
-  return put_together(param, local.detach(), "full_tensor");
+  param_behind(local).unit().before_shard_read();
+  return put_together(local, local.detach(), "full_tensor");
 }
 
 at::Tensor ShardedTensor::full_grad() const {
   constexpr const char* kOperation = "full_grad";
   const auto* flat = engine::flat_shard_of(local);
-  const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(local);
+  const auto& param = param_behind(local);
   const at::Tensor gradient = flat != nullptr ? flat->gradient() : param.shard_gradient();
   const auto dtype = dtype_of_any(gradient, param.bucket().shard_group(), {kOperation, param.name()});
   if (!dtype) {
@@ -84,7 +86,7 @@ at::Tensor ShardedTensor::full_grad() const {
   const at::Tensor mine = gradient.defined()
                               ? gradient.detach().to(*dtype)
                               : at::zeros(local.sizes(), at::TensorOptions().dtype(*dtype).device(local.device()));
-  return flat != nullptr ? put_together(*flat, mine, kOperation) : put_together(param, mine, kOperation);
+  return put_together(local, mine, kOperation);
 }
 
 at::Tensor ShardedTensor::grad() const {
@@ -97,13 +99,12 @@ at::Tensor ShardedTensor::grad() const {
 }
 
 bool is_sharded(const at::Tensor& tensor) {
-  return engine::flat_shard_of(tensor) != nullptr ||
-         (engine::param_of(tensor) != nullptr && !engine::is_handle(tensor));
+  return engine::param_behind_shard(tensor) != nullptr;
 }
 
 ShardedTensor sharded(const at::Tensor& shard) {
   const auto* flat = engine::flat_shard_of(shard);
-  const auto& param = flat != nullptr ? *flat->bucket().params().front() : param_behind(shard);
+  const auto& param = param_behind(shard);
   const Mesh& mesh = param.bucket().mesh();
   std::vector<Placement> placements(mesh.ndim());
   placements.back().shard_dim = param.layout().dim();

@@ -48,6 +48,12 @@ Param* param_of_shard(const at::Tensor& tensor) {
   return param != nullptr && param->shard().is_same(tensor) ? param : nullptr;
 }
 
+Param* param_behind_shard(const at::Tensor& tensor) {
+  const Tenant* tenant = tenant_of(tensor);
+  const bool is_shard = tenant != nullptr && (tenant->role == Role::kShard || tenant->role == Role::kFlatShard);
+  return is_shard ? tenant->param : nullptr;
+}
+
 bool is_handle(const at::Tensor& tensor) {
   const Tenant* tenant = tenant_of(tensor);
   return tenant != nullptr && tenant->role == Role::kHandle;

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/DispatchKey.h>
+#include <c10/core/DispatchKeySet.h>
 #include <c10/core/StorageImpl.h>
 
 namespace fsdp::engine {
@@ -18,6 +19,7 @@ inline constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 /// below it, so that operators on what the subclass wraps are seen there: reads of handles that have to be whole, and
 /// writes to shards, which on the CPU other ranks may read in place.
 inline constexpr c10::DispatchKey kInnerKey = c10::DispatchKey::CustomRNGKeyId;
+inline constexpr c10::DispatchKeySet kKeys{kKey, kInnerKey};
 
 enum class Role : uint8_t {
   kHandle, ///< full shape; memory only while its unit is whole
@@ -48,6 +50,8 @@ Tenant* tenant_of(const at::Tensor& tensor);
 Param* param_of(const at::Tensor& tensor);
 /// The parameter whose shard this is; null for any other tensor, for views of a shard too.
 Param* param_of_shard(const at::Tensor& tensor);
+/// The parameter behind a shard or a view of one, of a flat shard the first; null for any other tensor.
+Param* param_behind_shard(const at::Tensor& tensor);
 bool is_handle(const at::Tensor& tensor);
 /// Whether it was a shard, of a parameter that is gone or lies elsewhere now.
 bool is_left_shard(const at::Tensor& tensor);

@@ -96,7 +96,7 @@ class TensorMethods final : public ForwardingHooks {
       return;
     }
     if (FlatShard* flat = flat_shard_seen(self)) {
-      const auto lock = flat->bucket().params().front()->unit().runtime().lock();
+      const auto lock = flat->bucket().unit().runtime().lock();
       ForwardingHooks::set_data(self, data);
       flat->was_given_data();
       return;

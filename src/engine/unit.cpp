@@ -3,45 +3,29 @@
 #include <algorithm>
 #include <exception>
 
-#include "base/caller.h"
 #include "base/check.h"
 #include "base/format.h"
 #include "base/tracing.h"
+#include "engine/at_work.h"
 #include "engine/backward_graph.h"
 #include "engine/extended_bucket.h"
 #include "engine/flat_bucket.h"
 #include "engine/group_users.h"
-#include "engine/internal_scope.h"
 #include "engine/recorded_storage.h"
-#include "engine/runtime.h"
 
 namespace fsdp::engine {
 
-namespace {
-
-const Mesh& mesh_of(const ParamSpec& param, const UnitSpec& unit) {
-  return param.placement.mesh ? *param.placement.mesh : unit.mesh;
-}
-
-} // namespace
-
 std::shared_ptr<Unit> Unit::create(UnitSpec spec) {
-  std::shared_ptr<Unit> unit(new Unit(spec));
-  unit->join(std::make_shared<Runtime>(spec.device), 0);
-  unit->add_params(spec);
+  std::shared_ptr<Unit> unit(new Unit(std::move(spec)));
+  unit->join(std::make_shared<Runtime>(unit->device()), 0);
+  unit->add_params();
   return unit;
 }
 
-Unit::Unit(UnitSpec& spec)
-    : on_streams_(has_streams(spec.device)),
-      device_(spec.device),
-      mesh_(spec.mesh),
-      precision_(spec.precision),
-      offload_(spec.offload),
-      flat_(spec.flat) {
-  set_name(spec.name);
-  policy.reshard_after_forward = spec.reshard_after_forward.reshard();
-  policy.reshard_to = spec.reshard_after_forward.ranks();
+Unit::Unit(UnitSpec spec) : on_streams_(has_streams(spec.device)), spec_(std::move(spec)) {
+  set_name(spec_.name);
+  policy.reshard_after_forward = spec_.reshard_after_forward.reshard();
+  policy.reshard_to = spec_.reshard_after_forward.ranks();
 }
 
 Unit::~Unit() {
@@ -59,8 +43,8 @@ Unit::~Unit() {
   }
 }
 
-Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
-  const Mesh& mesh = mesh_of(param, spec);
+Bucket& Unit::bucket_for(const ParamSpec& param) {
+  const Mesh mesh = param.placement.mesh.value_or(spec_.mesh);
   const bool extended = param.placement.extension != nullptr;
   for (auto& bucket : buckets_) {
     if (bucket->mesh() == mesh && bucket->is_extended() == extended) {
@@ -69,7 +53,7 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
   }
   if (extended) {
     buckets_.push_back(std::make_unique<ExtendedBucket>(*this, mesh));
-  } else if (flat_) {
+  } else if (spec_.flat) {
     buckets_.push_back(std::make_unique<FlatBucket>(*this, mesh));
   } else {
     buckets_.push_back(std::make_unique<Bucket>(*this, mesh));
@@ -77,12 +61,12 @@ Bucket& Unit::bucket_for(const ParamSpec& param, const UnitSpec& spec) {
   return *buckets_.back();
 }
 
-void Unit::add_params(UnitSpec& spec) {
+void Unit::add_params() {
   InternalScope scope;
-  auto layouts = layouts_of(spec); // an error leaves the module as it was
-  for (size_t i = 0; i < spec.params.size(); ++i) {
-    auto& param_spec = spec.params[i];
-    Bucket& bucket = bucket_for(param_spec, spec);
+  auto layouts = layouts_of_params(); // an error leaves the module as it was
+  for (size_t i = 0; i < spec_.params.size(); ++i) {
+    auto& param_spec = spec_.params[i];
+    Bucket& bucket = bucket_for(param_spec);
     param_spec.tensor.mutable_grad().reset(); // of a whole parameter, to which no shard's could be added
     const bool recorded = recorded_storage_of(param_spec.tensor) != nullptr;
     materialize(param_spec.tensor);
@@ -96,6 +80,7 @@ void Unit::add_params(UnitSpec& spec) {
     param.become_handle(param_spec.tensor, bucket.gathered_dtype(param.shard_dtype()));
     param_spec.tensor.reset();
   }
+  spec_.params.clear();
   for (auto& bucket : buckets_) {
     if (bucket->has_values()) {
       settle(*bucket, "fully_shard");
@@ -120,8 +105,8 @@ void Unit::settle(Bucket& bucket, const char* operation) {
 }
 
 void Unit::set_name(std::string name) {
-  name_ = std::move(name);
-  display_name_ = name_.empty() ? "(root)" : name_;
+  spec_.name = std::move(name);
+  display_name_ = spec_.name.empty() ? "(root)" : spec_.name;
 }
 
 void Unit::join(std::shared_ptr<Runtime> runtime, int number) {
@@ -142,6 +127,16 @@ bool Unit::is_ancestor_of(const Unit& other) const {
     }
   }
   return false;
+}
+
+std::vector<Unit*> Unit::with_those_below() {
+  std::vector<Unit*> units{this};
+  runtime_->each_unit([&](Unit& unit) {
+    if (is_ancestor_of(unit)) {
+      units.push_back(&unit);
+    }
+  });
+  return units;
 }
 
 bool Unit::reshards_after(Phase phase) const {
@@ -212,7 +207,7 @@ void Unit::wait() {
 
 void Unit::note_arrival() {
   if (on_streams_) {
-    const Stream reader = current_stream(device_);
+    const Stream reader = current_stream(spec_.device);
     arrived_.record(reader);
     uses_.clear();
     uses_.begin(reader);
@@ -223,7 +218,7 @@ void Unit::note_arrival() {
 // on the current stream; but a write to the shards there comes after this gather has read them.
 void Unit::wait_unseen() {
   const tracing::Span span("wait for parameters", display_name());
-  const Stream writer = current_stream(device_), gathers = runtime_->gather_stream();
+  const Stream writer = current_stream(spec_.device), gathers = runtime_->gather_stream();
   const StreamGuard on_stream(gathers);
   or_release([&] {
     for (auto& bucket : buckets_) {
@@ -237,7 +232,7 @@ void Unit::wait_unseen() {
 // Whatever stream was the first to wait for the parameters: others come after their arrival too, not after its work.
 void Unit::order_reader() {
   if (on_streams_ && state_ == UnitState::kWhole) {
-    const Stream reader = current_stream(device_);
+    const Stream reader = current_stream(spec_.device);
     if (uses_.begin(reader)) {
       arrived_.block(reader);
     }
@@ -317,9 +312,7 @@ void Unit::before_shard_write(Param& param) {
       "argument: write what parameters() gives there, or after it",
       param.name());
   if (state_ != UnitState::kSharded) {
-    WithoutCallersLock no_callers_lock;
-    InternalScope scope;
-    auto lock = runtime_->lock();
+    const AtWork at_work(*runtime_);
     reshard();
   }
   runtime_->shards_change();
@@ -337,9 +330,7 @@ void Unit::before_shard_read(const Param* param) {
   if (!is_private() || (held > 0 && !is_summoned_to_write)) {
     return;
   }
-  WithoutCallersLock no_callers_lock;
-  InternalScope scope;
-  auto lock = runtime_->lock();
+  const AtWork at_work(*runtime_);
   for (auto& bucket : buckets_) {
     if (held > 0) {
       bucket->write_back_alone(param);
@@ -386,7 +377,7 @@ void Unit::compute_in(std::optional<c10::ScalarType> param_dtype) {
   if (held == 0) { // else it is shown as it is stored
     reshard();
   }
-  precision_.param_dtype = param_dtype;
+  spec_.precision.param_dtype = param_dtype;
   for (auto& param : params_) {
     param->values_change();
   }
@@ -422,13 +413,13 @@ c10::ScalarType Unit::reduce_dtype_of(const Param& param) const {
   if (c10::isComplexType(gathered)) { // which stays as it is, as where it is gathered
     return gathered;
   }
-  const auto dtype = precision_.reduce_dtype.value_or(gathered);
+  const auto dtype = spec_.precision.reduce_dtype.value_or(gathered);
   return dtype == kShardDtype ? param.shard_dtype() : dtype;
 }
 
 void Unit::gradient_on_stream(bool adds) {
   if (on_streams_) {
-    const Stream stream = current_stream(device_);
+    const Stream stream = current_stream(spec_.device);
     gradient_streams.begin(stream);
     if (adds) {
       gradient_streams.block(stream);
@@ -455,29 +446,21 @@ int64_t Unit::gradient_bytes() const {
   return total;
 }
 
-static void move_waiting_gradients(Unit& unit, void (Bucket::*move)()) {
-  if (!unit.policy.shows_waiting_gradients) {
+void Unit::move_waiting_gradients(WaitingMove move) {
+  if (!policy.shows_waiting_gradients) {
     return;
   }
   const auto waits = [](const auto& param) { return param->gradient.defined(); };
-  const bool any = std::any_of(unit.params().begin(), unit.params().end(), waits);
+  const bool any = std::any_of(params_.begin(), params_.end(), waits);
   if (any) {
-    unit.gradient_on_stream(/*adds=*/true);
+    gradient_on_stream(/*adds=*/true);
   }
-  for (const auto& bucket : unit.buckets()) {
-    ((*bucket).*move)();
+  for (const auto& bucket : buckets_) {
+    bucket->move_waiting_gradients(move);
   }
   if (any) { // they may be copied here, and give their memory back to other streams
-    unit.gradient_streams.join();
+    gradient_streams.join();
   }
-}
-
-void Unit::show_waiting_gradients() {
-  move_waiting_gradients(*this, &Bucket::show_waiting_gradients);
-}
-
-void Unit::take_back_waiting_gradients() {
-  move_waiting_gradients(*this, &Bucket::take_back_waiting_gradients);
 }
 
 void Unit::follow_requires_grad() {
@@ -517,7 +500,7 @@ void Unit::drop_shares() {
 
 void Unit::reset() {
   forget_uses();
-  take_back_waiting_gradients();
+  move_waiting_gradients(WaitingMove::kTakeBack);
   order_release([this] { gradient_streams.join(); });
   for (auto& param : params_) {
     param->drop_gradient();

@@ -3,11 +3,14 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include <ATen/core/Tensor.h>
 
+#include <fsdp/cut.h>
 #include <fsdp/mesh.h>
 #include <fsdp/policy.h>
 
@@ -15,6 +18,7 @@
 #include "engine/bucket.h"
 #include "engine/param.h"
 #include "engine/schedule.h"
+#include "engine/tenant.h"
 
 namespace fsdp::engine {
 
@@ -38,12 +42,6 @@ struct ParamSpec {
   std::string name; ///< relative to the unit's module
   at::Tensor tensor; ///< becomes the handle
   ShardPlacement placement;
-};
-
-/// A unit's parameters are cut as one, laid one after another, and not each along a dimension.
-struct FlatCut {
-  int64_t alignment = 1; ///< bytes, of a multiple of which each parameter begins, in the dtype that it is gathered in
-  bool shown_as_one = false; ///< users see one flat shard in place of the parameters'
 };
 
 struct UnitSpec {
@@ -96,7 +94,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   ~Unit();
 
   const std::string& name() const {
-    return name_;
+    return spec_.name;
   }
   /// For people: "(root)" where the name is empty.
   const std::string& display_name() const {
@@ -104,22 +102,22 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   void set_name(std::string name);
   c10::Device device() const {
-    return device_;
+    return spec_.device;
   }
   const Mesh& mesh() const {
-    return mesh_;
+    return spec_.mesh;
   }
   const MixedPrecisionPolicy& precision() const {
-    return precision_;
+    return spec_.precision;
   }
   const std::optional<CPUOffloadPolicy>& offload_policy() const {
-    return offload_;
+    return spec_.offload;
   }
   const std::optional<FlatCut>& flat() const {
-    return flat_;
+    return spec_.flat;
   }
   bool offloaded() const {
-    return offload_.has_value();
+    return spec_.offload.has_value();
   }
   const std::vector<std::unique_ptr<Param>>& params() const {
     return params_;
@@ -133,6 +131,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
     virtual ~Companion() = default;
   };
   std::shared_ptr<Companion> companion;
+  /// Methods whose calls go through the module's boundary, as those of `forward` do.
+  std::set<std::string> forward_methods;
+  /// Parameters that its modules have and that were to be left alone: no other tensor comes to lie where they were.
+  std::unordered_map<const c10::TensorImpl*, WeakTensor> ignored;
   /// By what goes with it, as no handle does.
   bool kept = false;
 
@@ -156,6 +158,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
     parent_ = parent;
   }
   bool is_ancestor_of(const Unit& other) const;
+  /// Itself first.
+  std::vector<Unit*> with_those_below();
   bool reshards_after(Phase phase) const;
 
   // -- state
@@ -176,8 +180,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
   /// whole -> whole, but a bucket's memory is writable.
   void make_private(Bucket& bucket);
-  /// By bucket, the whole parameters in the shards' own dtypes, on `target`. Collective; the state stays.
-  std::vector<std::vector<at::Tensor>> put_together(c10::Device target, const char* operation);
+  /// The whole parameters in the shards' own dtypes, on `target`. Collective; the state stays.
+  std::unordered_map<const Param*, at::Tensor> put_together(c10::Device target, const char* operation);
   /// any -> whole: writable copies in the shards' own dtypes, on `device`. Collective, whatever state each rank's unit
   /// is in. Unless `show`, only takes part: the state stays.
   void unshard_as_stored(c10::Device device, bool show);
@@ -197,7 +201,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   /// Whether a touch has nothing to do.
   bool is_in_use(Phase phase) const {
     const bool listed_is_fetched = phase == Phase::kForward || used_in_backward || policy.backward_prefetch.empty();
-    const bool ordered = !on_streams_ || uses_.goes_on(current_stream(device_));
+    const bool ordered = !on_streams_ || uses_.goes_on(current_stream(spec_.device));
     return state_ == UnitState::kWhole && ahead == GatheredFor::kNobody && !left_by_backward && listed_is_fetched &&
            ordered;
   }
@@ -250,7 +254,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   c10::ScalarType reduce_dtype_of(const Param& param) const;
   /// From now on they are reduced in the dtype that backward makes them in.
   void reduce_as_computed() {
-    precision_.reduce_dtype.reset();
+    spec_.precision.reduce_dtype.reset();
   }
   void expect_gradients(bool first_use_of_param) {
     awaiting_ += first_use_of_param ? 1 : 0;
@@ -276,8 +280,7 @@ class Unit : public std::enable_shared_from_this<Unit> {
   bool left_by_backward = false; ///< so it is, and is gathered anew where it is used next: shards may have been written
   int64_t gradient_bytes() const;
   /// Gradients wait for a later backward, and users see them until it begins: what they drop is dropped.
-  void show_waiting_gradients();
-  void take_back_waiting_gradients();
+  void move_waiting_gradients(WaitingMove move);
   /// Once for each backward.
   void expect_gradients(const BackwardGraph& graph, bool nested);
   void end_backward();
@@ -296,10 +299,10 @@ class Unit : public std::enable_shared_from_this<Unit> {
   }
 
  private:
-  Unit(UnitSpec& spec);
-  void add_params(UnitSpec& spec);
-  std::vector<layout::ParamLayout> layouts_of(const UnitSpec& spec);
-  Bucket& bucket_for(const ParamSpec& param, const UnitSpec& spec);
+  explicit Unit(UnitSpec spec);
+  void add_params();
+  std::vector<layout::ParamLayout> layouts_of_params();
+  Bucket& bucket_for(const ParamSpec& param);
   void settle(Bucket& bucket, const char* operation);
   template <typename Gather>
   void or_release(const Gather& gather);
@@ -327,13 +330,8 @@ class Unit : public std::enable_shared_from_this<Unit> {
   fsdp::Event arrived_;
   StreamUses uses_;
 
-  std::string name_;
+  UnitSpec spec_; // without the parameters, once these are made
   std::string display_name_;
-  c10::Device device_;
-  Mesh mesh_;
-  MixedPrecisionPolicy precision_;
-  std::optional<CPUOffloadPolicy> offload_;
-  std::optional<FlatCut> flat_;
   struct Exchange {
     CollectiveFn all_gather, reduce_scatter; // of the user's, or empty
     bool separate_reductions = false, backend_memory = false;

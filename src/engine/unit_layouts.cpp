@@ -6,7 +6,7 @@
 #include "base/check.h"
 #include "engine/flat_bucket.h"
 #include "engine/unit.h"
-#include "layout/flat_layout.h"
+#include "layout/param_layout.h"
 
 namespace fsdp::engine {
 
@@ -57,24 +57,24 @@ std::vector<layout::ParamLayout> parts_of_flat(const UnitSpec& spec, int ranks) 
     dtypes.push_back({param.name, param.tensor.scalar_type()});
   }
   check_one_dtype(dtypes);
-  const layout::FlatLayout flat(std::move(numels), ranks, alignment_in_elements(spec));
+  const auto cuts = layout::flat_cuts(numels, ranks, alignment_in_elements(spec));
   std::vector<layout::ParamLayout> parts;
   for (size_t i = 0; i < spec.params.size(); ++i) {
     const auto& param = spec.params[i];
-    parts.emplace_back(param.tensor.sizes().vec(), strides_of(param), flat.cut(i), ranks);
+    parts.emplace_back(param.tensor.sizes().vec(), strides_of(param), cuts[i], ranks);
   }
   return parts;
 }
 
 } // namespace
 
-std::vector<layout::ParamLayout> Unit::layouts_of(const UnitSpec& spec) {
-  if (spec.flat) {
-    return parts_of_flat(spec, spec.mesh.group(spec.mesh.ndim() - 1)->size());
+std::vector<layout::ParamLayout> Unit::layouts_of_params() {
+  if (spec_.flat) {
+    return parts_of_flat(spec_, spec_.mesh.group(spec_.mesh.ndim() - 1)->size());
   }
   std::vector<layout::ParamLayout> layouts;
-  for (const auto& param : spec.params) {
-    layouts.push_back(cut_along_dimension(param, bucket_for(param, spec).shard_group().size()));
+  for (const auto& param : spec_.params) {
+    layouts.push_back(cut_along_dimension(param, bucket_for(param).shard_group().size()));
   }
   return layouts;
 }

@@ -16,21 +16,24 @@ namespace fsdp::engine {
 void Unit::make_private(Bucket& bucket) {
   TORCH_INTERNAL_ASSERT(state_ == UnitState::kWhole);
   if (on_streams_) {
-    uses_.block(current_stream(device_));
+    uses_.block(current_stream(spec_.device));
   }
   bucket.make_private();
   note_arrival();
   group_users::end_reading(*bucket.gather_group, *this); // it has memory of its own now
 }
 
-std::vector<std::vector<at::Tensor>> Unit::put_together(c10::Device target, const char* operation) {
+std::unordered_map<const Param*, at::Tensor> Unit::put_together(c10::Device target, const char* operation) {
   settle_replaced_shards();
   check_materialized();
   runtime_->order_gather();
-  wait_stream(current_stream(device_), runtime_->gather_stream());
-  std::vector<std::vector<at::Tensor>> wholes;
+  wait_stream(current_stream(spec_.device), runtime_->gather_stream());
+  std::unordered_map<const Param*, at::Tensor> wholes;
   for (const auto& bucket : buckets_) {
-    wholes.push_back(bucket->put_together(target, label(operation)));
+    const auto of_bucket = bucket->put_together(target, label(operation));
+    for (size_t i = 0; i < of_bucket.size(); ++i) {
+      wholes[bucket->params()[i]] = of_bucket[i];
+    }
   }
   return wholes;
 }
@@ -42,7 +45,7 @@ void Unit::unshard_as_stored(c10::Device device, bool show) {
   for (const auto& bucket : buckets_) {
     bucket->check_writable();
   }
-  auto copies = put_together(device, "summon_full_params");
+  const auto wholes = put_together(device, "summon_full_params");
   if (is_private()) {
     return;
   }
@@ -50,9 +53,13 @@ void Unit::unshard_as_stored(c10::Device device, bool show) {
   if (!show) {
     return;
   }
-  for (size_t i = 0; i < buckets_.size(); ++i) {
-    buckets_[i]->make_private(std::move(copies[i]));
-    buckets_[i]->expect_writes();
+  for (const auto& bucket : buckets_) {
+    std::vector<at::Tensor> copies;
+    for (const Param* param : bucket->params()) {
+      copies.push_back(wholes.at(param));
+    }
+    bucket->make_private(std::move(copies));
+    bucket->expect_writes();
   }
   state_ = UnitState::kWhole;
   note_arrival();
@@ -82,7 +89,7 @@ void Unit::go_on_with(Param& param, const at::Tensor& data) {
       data.layout() == c10::kStrided && !data.is_meta(); // else the guard's end says what it expects
   if (param.bucket().is_private() && has_values && data.sizes() == param.layout().sizes()) {
     if (on_streams_) {
-      uses_.block(current_stream(device_));
+      uses_.block(current_stream(spec_.device));
     }
     param.bucket().replace_private_copy(param, data.detach());
     note_arrival();

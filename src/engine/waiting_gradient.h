@@ -9,6 +9,9 @@ namespace fsdp::engine {
 
 class Unit;
 
+/// What becomes of gradients that no backward has reduced yet: users see them until the next one begins.
+enum class WaitingMove : char { kShow, kTakeBack };
+
 /// A whole gradient that no backward has reduced yet, in the place of a shard's own: so that users see it, and drop it
 /// as they drop any other.
 class WaitingGradient {

@@ -85,13 +85,11 @@ bool is_called(const std::shared_ptr<Unit>& unit) {
   return root != nullptr && root->running_calls > 0;
 }
 
-std::vector<Impl::Synced> synced_below(const Unit& root) {
+std::vector<Impl::Synced> synced_below(Unit& root) {
   std::vector<Impl::Synced> all;
-  root.runtime().each_unit([&](Unit& unit) {
-    if (&unit == &root || root.is_ancestor_of(unit)) {
-      all.push_back({unit.weak_from_this(), unit.policy.requires_gradient_sync, unit.policy.requires_all_reduce});
-    }
-  });
+  for (Unit* unit : root.with_those_below()) {
+    all.push_back({unit->weak_from_this(), unit->policy.requires_gradient_sync, unit->policy.requires_all_reduce});
+  }
   return all;
 }
 

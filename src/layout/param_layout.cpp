@@ -39,6 +39,20 @@ std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes) {
   return strides;
 }
 
+std::vector<Cut> flat_cuts(const std::vector<int64_t>& numels, int ranks, int64_t alignment) {
+  std::vector<Cut> cuts;
+  int64_t end = 0; // of the last parameter
+  for (const int64_t numel : numels) {
+    const int64_t before = (end + alignment - 1) / alignment * alignment;
+    cuts.push_back({numel, /*chunk=*/0, before});
+    end = before + numel;
+  }
+  for (Cut& cut : cuts) {
+    cut.chunk = (end + ranks - 1) / ranks;
+  }
+  return cuts;
+}
+
 ParamLayout::ParamLayout(std::vector<int64_t> sizes, std::vector<int64_t> strides, int64_t dim, int ranks)
     : dim_(dim), ranks_(ranks), sizes_(std::move(sizes)), strides_(std::move(strides)) {
   TORCH_INTERNAL_ASSERT(is_dense(sizes_, strides_));

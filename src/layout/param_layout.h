@@ -74,6 +74,11 @@ class ParamLayout {
   std::vector<int64_t> strides_;
 };
 
+/// Many parameters laid one after another in one flat parameter, padded at its end so that every rank gets the same
+/// number of elements. A rank's share begins and ends anywhere in a parameter.
+/// `alignment`: elements of which each parameter's beginning is a multiple.
+std::vector<Cut> flat_cuts(const std::vector<int64_t>& numels, int ranks, int64_t alignment = 1);
+
 /// True for a permutation of contiguous strides: no gaps, no overlap.
 bool is_dense(c10::IntArrayRef sizes, c10::IntArrayRef strides);
 std::vector<int64_t> contiguous_strides(c10::IntArrayRef sizes);

@@ -1,12 +1,9 @@
 #include <fsdp/call.h>
 
-#include <map>
-#include <mutex>
-#include <set>
-
 #include <c10/core/GradMode.h>
 #include <torch/nn/module.h>
 
+#include "engine/runtime.h"
 #include "engine/unit.h"
 #include "nn/checkpointed_modules.h"
 #include "nn/registry.h"
@@ -15,10 +12,6 @@
 namespace fsdp {
 
 namespace {
-
-std::mutex mutex;
-// By unit: it dies with its module, whose address may be used again.
-std::map<std::weak_ptr<engine::Unit>, std::set<std::string>, std::owner_less<>> forward_methods;
 
 at::Tensor cast(const at::Tensor& tensor, const std::optional<c10::ScalarType>& dtype) {
   const bool needed = dtype && tensor.defined() && tensor.is_floating_point() && tensor.scalar_type() != *dtype;
@@ -58,9 +51,8 @@ bool Boundary::begins_checkpoint() const {
 
 void register_fsdp_forward_method(ModuleRef module, const std::string& method_name) {
   if (const auto unit = nn::registry::find(module.for_operation("register_fsdp_forward_method"))) {
-    std::lock_guard lock(mutex);
-    std::erase_if(forward_methods, [](const auto& item) { return item.first.expired(); });
-    forward_methods[unit].insert(method_name);
+    const auto lock = unit->runtime().lock();
+    unit->forward_methods.insert(method_name);
   }
 }
 
@@ -69,9 +61,8 @@ bool is_fsdp_forward_method(ConstModuleRef module, const std::string& method_nam
   if (!unit || method_name == "forward") {
     return unit != nullptr;
   }
-  std::lock_guard lock(mutex);
-  auto found = forward_methods.find(unit);
-  return found != forward_methods.end() && found->second.count(method_name) > 0;
+  const auto lock = unit->runtime().lock();
+  return unit->forward_methods.count(method_name) > 0;
 }
 
 } // namespace fsdp

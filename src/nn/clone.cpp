@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <set>
+#include <unordered_map>
 
 #include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
@@ -12,9 +13,8 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/registry.h"
@@ -126,19 +126,17 @@ struct CopiedParams {
   std::vector<at::Tensor> others; ///< are none of the copy's next unit
 };
 
+std::unordered_map<const engine::Param*, at::Tensor> wholes_of(Unit& unit) {
+  unit.before_shard_read();
+  const engine::AtWork at_work(unit.runtime());
+  return unit.put_together(unit.offloaded() ? c10::Device(c10::kCPU) : unit.device(), "clone");
+}
+
 /// Gives the copy's parameters their values, whole, where the originals belong to `unit`. What one tensor was in
 /// modules of several units may be several in the copy: a later unit has what an earlier one has not taken.
 void fill_those_of(Unit& unit, torch::nn::Module& original, torch::nn::Module& copy, CopiedParams& copied) {
   const auto originals = nn::slots_of(original), copies = nn::slots_of(copy);
-  std::map<const engine::Param*, at::Tensor> wholes;
-  unit.before_shard_read();
-  for (const auto& bucket : unit.buckets()) {
-    const c10::Device target = unit.offloaded() ? c10::Device(c10::kCPU) : unit.device();
-    const auto values = bucket->put_together(target, unit.label("clone"));
-    for (size_t i = 0; i < values.size(); ++i) {
-      wholes[bucket->params()[i]] = values[i];
-    }
-  }
+  const auto wholes = wholes_of(unit);
   copied.others.clear();
   for (size_t i = 0; i < copies.size(); ++i) {
     at::Tensor parameter = copies[i].tensor;
@@ -202,8 +200,7 @@ void shard_copy(const std::vector<UnitRecipe>& recipes, torch::nn::Module& modul
     auto sharded_copy = fully_shard(same, options);
     copy_settings(FSDPModule(recipe.unit), sharded_copy);
     Unit& unit = *sharded_copy.unit();
-    auto lock = unit.runtime().lock();
-    engine::InternalScope scope;
+    const engine::AtWork at_work(unit.runtime());
     unit.exchange_as(*recipe.unit);
   }
   check_all_sharded(module, copy);

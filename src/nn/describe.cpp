@@ -12,8 +12,6 @@
 
 #include "base/format.h"
 #include "engine/prediction.h"
-#include "engine/runtime.h"
-#include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
 #include "nn/strangers.h"
@@ -77,24 +75,9 @@ int64_t predict_peak(const std::vector<Unit*>& units, int64_t bytes_shard) {
 
 std::vector<Unit*> units_of(const torch::nn::Module& module) {
   std::vector<Unit*> units;
-  for (const auto& slot : nn::slots_of(const_cast<torch::nn::Module&>(module))) {
-    if (auto* param = engine::param_of(slot.tensor)) {
-      if (std::find(units.begin(), units.end(), &param->unit()) == units.end()) {
-        units.push_back(&param->unit());
-      }
-    }
+  for (const auto& unit : nn::units_of(nn::slots_of(const_cast<torch::nn::Module&>(module)))) {
+    units.push_back(unit.get());
   }
-  return units;
-}
-
-std::vector<Unit*> units_of(const FSDPModule& module) {
-  Unit* top = module.unit().get();
-  std::vector<Unit*> units{top};
-  top->runtime().each_unit([&](Unit& unit) {
-    if (top->is_ancestor_of(unit)) {
-      units.push_back(&unit);
-    }
-  });
   return units;
 }
 
@@ -117,7 +100,7 @@ Description describe(ConstModuleRef given) {
 }
 
 Description describe(const FSDPModule& module) {
-  return describe_units(units_of(module));
+  return describe_units(module.unit()->with_those_below());
 }
 
 std::string Description::str() const {

@@ -8,13 +8,11 @@
 
 #include <fsdp/held.h>
 
-#include "base/caller.h"
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
-#include "engine/internal_scope.h"
 #include "engine/put_together.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/slots.h"
@@ -170,9 +168,7 @@ static void begin_root(engine::Runtime& runtime) {
   }
   runtime.note_call();
   if (runtime.awaits_step()) {
-    WithoutCallersLock no_callers_lock;
-    auto lock = runtime.lock();
-    engine::InternalScope scope;
+    const engine::AtWork at_work(runtime);
     runtime.begin_step(/*certainly=*/true);
   }
 }
@@ -212,9 +208,7 @@ bool is_root(const FSDPModule& module) {
 void compute_in(const FSDPModule& module, std::optional<c10::ScalarType> param_dtype) {
   engine::Unit& unit = *module.unit();
   if (unit.precision().param_dtype != param_dtype) {
-    const WithoutCallersLock no_callers_lock;
-    const auto lock = unit.runtime().lock();
-    const engine::InternalScope scope;
+    const engine::AtWork at_work(unit.runtime());
     unit.compute_in(param_dtype);
   }
 }
@@ -265,15 +259,13 @@ void copy_settings(const FSDPModule& from, const FSDPModule& to) {
 
 void show_as(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
   auto& param = param_behind(shard, "show_as");
-  auto lock = param.unit().runtime().lock();
-  engine::InternalScope scope;
+  const engine::AtWork at_work(param.unit().runtime());
   param.show_as(std::move(shown));
 }
 
 void show_in_place(const at::Tensor& shard, std::shared_ptr<ShownShard> shown) {
   auto& param = param_behind(shard, "show_in_place");
-  auto lock = param.unit().runtime().lock();
-  engine::InternalScope scope;
+  const engine::AtWork at_work(param.unit().runtime());
   param.show_as(std::move(shown));
   param.adopt_replacement();
 }

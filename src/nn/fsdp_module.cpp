@@ -3,8 +3,7 @@
 #include <fsdp/fully_shard.h>
 
 #include "base/check.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
+#include "engine/at_work.h"
 #include "engine/unit.h"
 
 namespace fsdp {
@@ -15,15 +14,9 @@ namespace {
 
 template <typename Do>
 void for_each_unit(Unit& top, bool recurse, const Do& apply) {
-  apply(top);
-  if (!recurse) {
-    return;
+  for (Unit* unit : recurse ? top.with_those_below() : std::vector{&top}) {
+    apply(*unit);
   }
-  top.runtime().each_unit([&](Unit& unit) {
-    if (top.is_ancestor_of(unit)) {
-      apply(unit);
-    }
-  });
 }
 
 void check_root(const Unit& unit, const char* operation) {
@@ -47,8 +40,7 @@ std::vector<std::weak_ptr<Unit>> units_of(const std::vector<FSDPModule>& modules
 
 void UnshardHandle::wait() {
   if (auto unit = unit_.lock()) {
-    auto guard = unit->runtime().lock();
-    engine::InternalScope scope;
+    const engine::AtWork at_work(unit->runtime());
     unit->wait();
   }
 }
@@ -56,8 +48,7 @@ void UnshardHandle::wait() {
 FSDPModule::FSDPModule(std::shared_ptr<Unit> unit) : unit_(std::move(unit)) {}
 
 UnshardHandle FSDPModule::unshard(bool async_op) {
-  auto guard = unit_->runtime().lock();
-  engine::InternalScope scope;
+  const engine::AtWork at_work(unit_->runtime());
   if (unit_->left_by_backward && unit_->held == 0) {
     unit_->reshard();
   }
@@ -72,8 +63,7 @@ UnshardHandle FSDPModule::unshard(bool async_op) {
 }
 
 void FSDPModule::reshard() {
-  auto guard = unit_->runtime().lock();
-  engine::InternalScope scope;
+  const engine::AtWork at_work(unit_->runtime());
   if (unit_->held == 0) { // a guard that shows it whole gives it back
     unit_->reshard();
   }
@@ -123,8 +113,7 @@ void FSDPModule::set_modules_to_backward_prefetch(const std::vector<FSDPModule>&
 }
 
 void FSDPModule::set_custom_all_gather(AllGatherFn all_gather) {
-  auto guard = unit_->runtime().lock();
-  engine::InternalScope scope;
+  const engine::AtWork at_work(unit_->runtime());
   FSDP_CHECK(
       all_gather != nullptr, "[set_custom_all_gather] the function is empty: give one that fills its first argument");
   unit_->gather_through(std::move(all_gather));

@@ -19,7 +19,6 @@
 #include "nn/recurrent.h"
 #include "nn/registry.h"
 #include "nn/slots.h"
-#include "nn/strangers.h"
 
 namespace fsdp {
 
@@ -184,7 +183,7 @@ namespace {
 std::shared_ptr<Unit> shard_modules(
     const std::vector<torch::nn::Module*>& modules,
     const FullyShardOptions& options,
-    const std::optional<nn::FlatCut>& flat) {
+    const std::optional<FlatCut>& flat) {
   FSDP_CHECK(!modules.empty(), "[fully_shard] the list of modules is empty: give at least one module");
   std::vector<ModuleView> views;
   for (auto* module : modules) {
@@ -211,8 +210,10 @@ std::shared_ptr<Unit> nn::make_unit(
     const FullyShardOptions& options,
     const std::optional<FlatCut>& flat) {
   auto unit = shard_modules(modules, options, flat); // what listed the handles is gone
+  for (const auto& tensor : options.ignored_params) {
+    unit->ignored.try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
+  }
   for (auto* module : modules) {
-    strangers::note_ignored(unit, options.ignored_params);
     remember_handles_of_recurrent(*module, *unit);
     registry::enter(*module, unit);
   }
@@ -225,8 +226,7 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
 
 FSDPModule fully_shard(
     const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
-  const auto cut = flat ? std::optional(nn::FlatCut{flat->alignment, flat->shown_as_one}) : std::nullopt;
-  const auto unit = nn::make_unit(modules, options, cut);
+  const auto unit = nn::make_unit(modules, options, flat);
   if (unit->params().empty()) { // which has no handle that would keep it
     unit->runtime().keep(unit);
   }

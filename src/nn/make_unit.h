@@ -13,7 +13,7 @@
 
 namespace fsdp::nn {
 
-using engine::FlatCut;
+using fsdp::FlatCut;
 
 /// One unit of the parameters of these modules, those excepted that are in units already. Collective.
 std::shared_ptr<engine::Unit> make_unit(

@@ -5,7 +5,6 @@
 #include <mutex>
 #include <unordered_map>
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/ops/linspace.h>
 #include <ATen/ops/take.h>
 #include <c10/util/hash.h>
@@ -14,6 +13,7 @@
 #include "engine/internal_scope.h"
 #include "engine/recorded_storage.h"
 #include "engine/tenant.h"
+#include "engine/write_values.h"
 
 namespace fsdp::nn {
 
@@ -123,10 +123,8 @@ void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Labe
   for (int dim = mesh.ndim() - 1; dim >= 0; --dim) {
     mesh.group(dim)->broadcast(bytes, /*root=*/0, label);
   }
-  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) { // expanded: it cannot be written
-    tensor.set_data(values.to(tensor.device()));
-  } else if (!values.is_alias_of(tensor)) {
-    tensor.detach().copy_(values);
+  if (!values.is_alias_of(tensor)) {
+    engine::write_values(tensor, values);
   }
 }
 

@@ -8,10 +8,9 @@
 #include <torch/nn/modules/container/parameterlist.h>
 
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
 #include "engine/flat_shard.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
 #include "nn/hidden_parameters.h"
@@ -114,25 +113,34 @@ std::vector<std::pair<std::string, torch::nn::Module*>> modules_of(torch::nn::Mo
 
 namespace {
 
+void add(std::vector<std::shared_ptr<engine::Unit>>& units, std::shared_ptr<engine::Unit> unit) {
+  if (unit && std::find(units.begin(), units.end(), unit) == units.end()) {
+    units.push_back(std::move(unit));
+  }
+}
+
 /// Of it and what is below it, and those above it that have its parameters.
 std::vector<std::shared_ptr<engine::Unit>> units_of(torch::nn::Module& module) {
   std::vector<std::shared_ptr<engine::Unit>> units;
-  const auto add = [&](std::shared_ptr<engine::Unit> unit) {
-    if (unit && std::find(units.begin(), units.end(), unit) == units.end()) {
-      units.push_back(std::move(unit));
-    }
-  };
   for (const auto& [path, each] : modules_of(module)) {
-    add(registry::find(*each));
+    add(units, registry::find(*each));
   }
-  for (const auto& slot : slots_of(module)) {
-    const auto* param = engine::param_of(slot.tensor);
-    add(param != nullptr ? param->unit().shared_from_this() : nullptr);
+  for (auto& unit : nn::units_of(slots_of(module))) {
+    add(units, std::move(unit));
   }
   return units;
 }
 
 } // namespace
+
+std::vector<std::shared_ptr<engine::Unit>> units_of(const std::vector<Slot>& slots) {
+  std::vector<std::shared_ptr<engine::Unit>> units;
+  for (const auto& slot : slots) {
+    const auto* param = engine::param_of(slot.tensor);
+    add(units, param != nullptr ? param->unit().shared_from_this() : nullptr);
+  }
+  return units;
+}
 
 void check_not_left(const at::Tensor& parameter, const std::string& name, const char* operation) {
   FSDP_CHECK(
@@ -145,8 +153,7 @@ void check_not_left(const at::Tensor& parameter, const std::string& name, const 
 
 void settle_replaced_shards(torch::nn::Module& module) {
   for (const auto& unit : units_of(module)) {
-    const auto guard = unit->runtime().lock();
-    const engine::InternalScope scope;
+    const engine::AtWork at_work(unit->runtime());
     unit->settle_replaced_shards();
   }
 }

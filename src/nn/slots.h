@@ -1,5 +1,6 @@
 #pragma once
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -24,6 +25,9 @@ const torch::OrderedDict<std::string, at::Tensor>& registered_parameters(const t
 /// parameters have several. They cannot be replaced where a module reads its registered parameters itself.
 std::vector<Slot> slots_of(torch::nn::Module& module, const std::string& prefix = "");
 std::vector<Slot> slots_of(const torch::jit::Module& module);
+
+/// The units of the parameters in these slots, each once.
+std::vector<std::shared_ptr<engine::Unit>> units_of(const std::vector<Slot>& slots);
 
 /// Of the flat shards that stand in modules in place of parameters, which `slots_of` gives.
 std::vector<Slot> flat_slots_of(torch::nn::Module& module);

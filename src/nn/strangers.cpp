@@ -1,10 +1,8 @@
 #include "nn/strangers.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <string>
-#include <unordered_map>
+#include <vector>
 
 #include "base/check.h"
 #include "engine/flat_shard.h"
@@ -17,19 +15,6 @@
 namespace fsdp::nn::strangers {
 
 namespace {
-
-using Ignored = std::unordered_map<const c10::TensorImpl*, engine::WeakTensor>;
-using KnownIgnored = std::shared_ptr<const Ignored>;
-
-std::mutex mutex;
-// By unit: it dies with its module, whose address may be used again.
-std::map<std::weak_ptr<engine::Unit>, KnownIgnored, std::owner_less<>> ignored_by_unit;
-
-KnownIgnored ignored_by(const std::shared_ptr<engine::Unit>& unit) {
-  std::lock_guard lock(mutex);
-  const auto found = ignored_by_unit.find(unit);
-  return found == ignored_by_unit.end() ? nullptr : found->second;
-}
 
 bool is_stranger(const at::Tensor& parameter) {
   return parameter.defined() && parameter.requires_grad() && engine::param_of(parameter) == nullptr &&
@@ -61,7 +46,7 @@ class Search {
       if (shows_wholes(*unit)) {
         return;
       }
-      sharded_.push_back(ignored_by(unit));
+      sharded_.push_back(unit.get());
     }
     if (!sharded_.empty()) {
       for (const auto& item : registered_parameters(module)) {
@@ -83,8 +68,8 @@ class Search {
     if (!is_stranger(parameter)) {
       return;
     }
-    const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const KnownIgnored& known) {
-      return known != nullptr && known->count(parameter.unsafeGetTensorImpl()) > 0;
+    const bool ignored = std::any_of(sharded_.begin(), sharded_.end(), [&](const engine::Unit* unit) {
+      return unit->ignored.count(parameter.unsafeGetTensorImpl()) > 0;
     });
     if (!ignored) {
       refuse(name);
@@ -106,23 +91,11 @@ class Search {
   }
 
   const char* operation_;
-  std::vector<KnownIgnored> sharded_; // of the sharded modules above, and of this one
+  std::vector<const engine::Unit*> sharded_; // of the modules above, and of this one; each call below holds its own
   std::vector<const std::string*> path_;
 };
 
 } // namespace
-
-void note_ignored(const std::shared_ptr<engine::Unit>& unit, const std::vector<at::Tensor>& ignored) {
-  auto known = std::make_shared<Ignored>();
-  for (const auto& tensor : ignored) {
-    known->try_emplace(tensor.unsafeGetTensorImpl(), tensor.getIntrusivePtr());
-  }
-  std::lock_guard lock(mutex);
-  std::erase_if(ignored_by_unit, [](const auto& item) { return item.first.expired(); });
-  if (!known->empty()) {
-    ignored_by_unit[unit] = std::move(known);
-  }
-}
 
 void check_none(const torch::nn::Module& module, const char* operation) {
   if (has_strangers(module)) { // or parameters that are ignored, or shown whole, or in no unit

@@ -15,9 +15,8 @@
 
 #include "base/check.h"
 #include "base/log.h"
+#include "engine/at_work.h"
 #include "engine/flat_bucket.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
 #include "engine/shown_wholes.h"
 #include "engine/tenant.h"
 #include "engine/unit.h"
@@ -82,22 +81,6 @@ struct SummonedParams::Impl {
 
 namespace {
 
-std::vector<std::shared_ptr<Unit>> units_to_summon(const std::vector<Slot>& slots, const FSDPModule* only) {
-  std::vector<std::shared_ptr<Unit>> units;
-  for (const auto& slot : slots) {
-    Param* param = engine::param_of(slot.tensor);
-    if (param == nullptr) {
-      continue;
-    }
-    auto unit = param->unit().shared_from_this();
-    const bool wanted = only == nullptr || unit == only->unit();
-    if (wanted && std::find(units.begin(), units.end(), unit) == units.end()) {
-      units.push_back(std::move(unit));
-    }
-  }
-  return units;
-}
-
 /// The units of a module and of those below, and those of modules above that have parameters there.
 std::vector<FSDPModule> units_around(torch::nn::Module& module) {
   std::vector<FSDPModule> found;
@@ -127,8 +110,7 @@ bool is_first_rank(const Unit& unit) {
 
 void SummonedParams::Impl::hold(const std::shared_ptr<Unit>& unit) {
   unit->before_shard_read(); // what an outer guard has written, too
-  engine::InternalScope scope;
-  auto guard = unit->runtime().lock();
+  const engine::AtWork at_work(unit->runtime());
   FSDP_CHECK(
       !unit->runtime().backward_runs(),
       "[summon_full_params] was called in a backward, which computes with the parameters of '{}': call it before or "
@@ -336,7 +318,8 @@ SummonedParams summon_full_params(
       "[summon_full_params] with rank0_only the other ranks have nothing to write back: set writeback = false");
   auto impl = std::make_unique<SummonedParams::Impl>();
   impl->options = options;
-  const auto units = units_to_summon(slots, only);
+  auto units = nn::units_of(slots);
+  std::erase_if(units, [&](const auto& unit) { return only != nullptr && unit != only->unit(); });
   impl->visible = !options.rank0_only || units.empty() || is_first_rank(*units[0]);
   try {
     for (const auto& unit : units) {

@@ -8,10 +8,9 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
+#include "engine/at_work.h"
 #include "engine/bucket.h"
-#include "engine/internal_scope.h"
 #include "engine/put_together.h"
-#include "engine/runtime.h"
 #include "engine/unit.h"
 #include "state/optim_outline.h"
 #include "state/optimizer_by_name.h"
@@ -33,8 +32,7 @@ class WholeStates {
       : optimizer_(optimizer), options_(options), wanted_(wanted) {}
 
   void add(engine::Unit& unit) {
-    const engine::InternalScope scope;
-    const auto lock = unit.runtime().lock();
+    const engine::AtWork at_work(unit.runtime());
     for (const auto& bucket : unit.buckets()) {
       add(unit, *bucket);
     }

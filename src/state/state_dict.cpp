@@ -13,8 +13,7 @@
 
 #include "base/check.h"
 #include "base/format.h"
-#include "engine/internal_scope.h"
-#include "engine/runtime.h"
+#include "engine/at_work.h"
 #include "engine/unit.h"
 #include "engine/write_values.h"
 #include "state/comparison.h"
@@ -33,13 +32,10 @@ using Wholes = std::unordered_map<const Param*, at::Tensor>;
 
 void put_together(Unit& unit, const FullStateDictOptions& options, bool wanted, Wholes& wholes) {
   unit.before_shard_read(); // what was written to handles is in the shards
-  const engine::InternalScope scope;
-  const auto lock = unit.runtime().lock();
-  const auto copies = unit.put_together(options.offload_to_cpu ? c10::kCPU : unit.device(), "full_state_dict");
-  for (size_t i = 0; wanted && i < copies.size(); ++i) {
-    for (size_t j = 0; j < copies[i].size(); ++j) {
-      wholes[unit.buckets()[i]->params()[j]] = copies[i][j];
-    }
+  const engine::AtWork at_work(unit.runtime());
+  Wholes of_unit = unit.put_together(options.offload_to_cpu ? c10::kCPU : unit.device(), "full_state_dict");
+  if (wanted) {
+    wholes.merge(of_unit);
   }
 }
 

@@ -13,7 +13,6 @@
 #include <gtest/gtest.h>
 
 #include "layout/elements.h"
-#include "layout/flat_layout.h"
 #include "layout/param_layout.h"
 
 namespace fsdp::layout {
@@ -119,8 +118,8 @@ Drawn draw_cut(Draw& draw, const Whole& whole) {
   const int ranks = static_cast<int>(draw.number(1, 6));
   const int64_t numel = c10::multiply_integers(whole.sizes);
   if (draw.number(0, 2) == 0) {
-    const FlatLayout flat({draw.number(0, 9), numel, draw.number(0, 9)}, ranks, draw.number(1, 4));
-    return {whole, ParamLayout(whole.sizes, whole.strides, flat.cut(1), ranks), ranks};
+    const auto cuts = flat_cuts({draw.number(0, 9), numel, draw.number(0, 9)}, ranks, draw.number(1, 4));
+    return {whole, ParamLayout(whole.sizes, whole.strides, cuts[1], ranks), ranks};
   }
   const int64_t dim = whole.sizes.empty() ? 0 : draw.number(0, static_cast<int64_t>(whole.sizes.size()) - 1);
   return {whole, ParamLayout(whole.sizes, whole.strides, dim, ranks), ranks};
