@@ -81,14 +81,17 @@ struct Reducer::Reduction {
 
 namespace {
 
-// As the ranks' slices, one after another.
+// As the ranks' slices, one after another, of any shape. An operator is called only where something changes.
 at::Tensor take_gradient(Param& param, c10::ScalarType dtype, c10::Device device) {
   at::Tensor gradient = std::exchange(param.gradient, {});
   if (!gradient.defined()) {
     return at::zeros({param.layout().numel()}, at::TensorOptions().dtype(dtype).device(device));
   }
-  gradient = gradient.to(dtype);
-  return param.layout().in_place() ? view_into(gradient, dtype, gradient.numel()) : param.layout().pack(gradient);
+  gradient = gradient.scalar_type() == dtype ? gradient : gradient.to(dtype);
+  if (!param.layout().in_place()) {
+    return param.layout().pack(gradient);
+  }
+  return gradient.is_contiguous() ? gradient : view_into(gradient, dtype, gradient.numel());
 }
 
 double divisor(const Unit& unit, const Bucket& bucket) {

@@ -14,6 +14,7 @@
 #include "streams/devices.h"
 #include "streams/parity_on_streams.h"
 #include "streams/queued_device.h"
+#include "streams/sharded_layers.h"
 #include "support/error_message.h"
 
 namespace fsdp::testing {
@@ -337,6 +338,25 @@ TEST(OnStreams, EventsOfTheOptimizersOfRootsThatShareTheirStreams) {
         roots[i].set_post_optim_event(event);
       }
     }
+  });
+  EXPECT_EQ(queued_device::detector().take_races(), Races());
+}
+
+TEST(OnStreams, ACopyIsOfWhatAnOptimizerWritesOnAnotherStream) {
+  queued_device::detector().begin_test();
+  on_devices({2}, [&](const Mesh& mesh) {
+    auto layers = sharded_layers({.mesh = mesh});
+    layers->forward(ones_that_require_grad(mesh)).sum().backward();
+    const Stream other = new_stream(mesh.device());
+    wait_stream(other, current_stream(mesh.device()));
+    {
+      const StreamGuard on_the_other(other);
+      torch::optim::SGD(layers->parameters(), 0.1).step();
+    }
+    auto event = std::make_shared<c10::Event>(c10::kHPU);
+    event->record(other);
+    as_fsdp(*layers).set_post_optim_event(event);
+    const auto copy = fsdp::clone(layers);
   });
   EXPECT_EQ(queued_device::detector().take_races(), Races());
 }
