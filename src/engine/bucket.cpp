@@ -6,8 +6,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/where.h>
 
-#include "base/caller.h"
-#include "base/check.h"
+#include "base/phrase.h"
 #include "base/tensor_at.h"
 #include "engine/group_users.h"
 #include "engine/put_together.h"

@@ -7,7 +7,6 @@
 #include <ATen/ops/zeros.h>
 
 #include "base/check.h"
-#include "base/view_into.h"
 #include "engine/flat_bucket.h"
 #include "engine/internal_scope.h"
 #include "engine/param.h"

@@ -276,6 +276,9 @@ void touch(Call& call) {
     auto end = std::stable_partition(
         call.units.begin() + begin, call.units.end(), [&](const Unit* unit) { return &unit->runtime() == &next; });
     next.touch(TouchedUnits(call.units.begin() + begin, end));
+    if (begin == 0 && end == call.units.end()) {
+      return;
+    }
     begin = end - call.units.begin();
   }
   for (Unit* unit : call.units) { // a later root may have had to write shards, for which all readers let go

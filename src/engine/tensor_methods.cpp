@@ -9,7 +9,6 @@
 #include "base/check.h"
 #include "engine/flat_bucket.h"
 #include "engine/forwarding_hooks.h"
-#include "engine/internal_scope.h"
 #include "engine/param.h"
 #include "engine/piece_or_whole.h"
 #include "engine/runtime.h"

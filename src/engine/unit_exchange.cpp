@@ -1,6 +1,5 @@
 // Over which groups, and by whose functions, a unit gathers and reduces.
 
-#include <algorithm>
 #include <utility>
 
 #include "base/check.h"

@@ -2,7 +2,6 @@
 
 #include "fsdp1/fsdp_instance.h"
 
-#include <algorithm>
 #include <utility>
 
 #include <torch/nn/module.h>
@@ -12,7 +11,6 @@
 #include <fsdp/sharded_tensor.h>
 
 #include "base/check.h"
-#include "engine/internal_scope.h"
 #include "engine/runtime.h"
 #include "fsdp1/comm_hooks.h"
 #include "fsdp1/root_call.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <iomanip>
-#include <set>
 #include <sstream>
 
 #include <c10/core/ScalarType.h>

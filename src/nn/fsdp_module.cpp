@@ -1,4 +1,3 @@
-#include <algorithm>
 
 #include <fsdp/fully_shard.h>
 

@@ -363,6 +363,9 @@ std::shared_ptr<Unit> make_unit(
   register_shards(found, *unit);
   for (const auto& module : modules) {
     move_buffers(module.buffers, unit->device(), options.ignored_params);
+    if (options.sync_module_states) {
+      note_sent(module.buffers);
+    }
   }
   unit->set_name(modules.size() == 1 ? "" : join(names));
   adopt_units_below(modules, unit);

@@ -63,26 +63,16 @@ std::string digest_of(const at::Tensor& tensor) {
   return shortened(std::string(static_cast<const char*>(some.const_data_ptr()), some.nbytes()));
 }
 
-// What a module below has sent among its own ranks stays: they may be others.
-namespace sent_buffers {
+// What a module below has sent among its own ranks stays: they may be others. By its memory, as PyTorch may swap
+// tensors to which nobody has weak references.
+std::mutex sent_mutex;
+std::unordered_map<const c10::StorageImpl*, engine::WeakStorage> sent;
 
-std::mutex mutex;
-std::unordered_map<const c10::TensorImpl*, engine::WeakTensor> all;
-
-bool has(const at::Tensor& buffer) {
-  const std::lock_guard lock(mutex);
-  return all.count(buffer.unsafeGetTensorImpl()) > 0;
+bool is_sent(const at::Tensor& buffer) {
+  const std::lock_guard lock(sent_mutex);
+  return has_plain_memory(buffer) && sent.count(buffer.storage().unsafeGetStorageImpl()) > 0;
 }
 
-void add(const at::Tensor& buffer) {
-  if (buffer.defined()) {
-    const std::lock_guard lock(mutex);
-    std::erase_if(all, [](const auto& item) { return item.second.expired(); });
-    all.try_emplace(buffer.unsafeGetTensorImpl(), buffer.getIntrusivePtr());
-  }
-}
-
-} // namespace sent_buffers
 } // namespace
 
 std::string digests_of_values(const std::vector<engine::ParamSpec>& params) {
@@ -135,9 +125,18 @@ void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor
     broadcast_from_first(param.tensor, param.placement.mesh.value_or(spec.mesh), label);
   }
   for (const auto& buffer : buffers) {
-    if (!sent_buffers::has(buffer)) {
+    if (!is_sent(buffer)) {
       broadcast_from_first(buffer, spec.mesh, label);
-      sent_buffers::add(buffer);
+    }
+  }
+}
+
+void note_sent(const std::vector<at::Tensor>& buffers) {
+  const std::lock_guard lock(sent_mutex);
+  std::erase_if(sent, [](const auto& item) { return item.second.expired(); });
+  for (const auto& buffer : buffers) {
+    if (has_plain_memory(buffer)) {
+      sent.try_emplace(buffer.storage().unsafeGetStorageImpl(), buffer.storage().getWeakStorageImpl());
     }
   }
 }

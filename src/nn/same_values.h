@@ -22,5 +22,7 @@ void warn_of_other_values(
 void broadcast_from_first(const at::Tensor& tensor, const Mesh& mesh, const Label& label);
 /// The same of all parameters of a unit, and of buffers that no module below has sent.
 void broadcast_values(const engine::UnitSpec& spec, const std::vector<at::Tensor>& buffers);
+/// Buffers that `broadcast_values` has sent, where they are now.
+void note_sent(const std::vector<at::Tensor>& buffers);
 
 } // namespace fsdp::nn

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include <ATen/ops/empty.h>
 #include <torch/nn/module.h>
 
 #include <fsdp/front_end.h>

@@ -57,15 +57,23 @@ std::string whereabouts(c10d::Store& store, int rank, const Place& place) {
   return name == place.name ? "" : phrase("rank {} is in {}", rank, name);
 }
 
+bool is_first_to_ask(c10d::Store& store, int rank) {
+  const std::string text = std::to_string(rank);
+  const std::vector<uint8_t> mine(text.begin(), text.end());
+  try {
+    return store.compareSet(kAsks, {}, mine) == mine;
+  } catch (const std::exception&) { // some stores cannot
+    return true;
+  }
+}
+
 /// Who asks about each rank, then announces what it heard; else nobody needs to ask. When all give up at once only the
 /// first asks, and the others wait for its word, for a moment.
 bool is_the_one_who_asks(c10d::Store& store, int rank) {
-  const std::string text = std::to_string(rank);
-  const std::vector<uint8_t> mine(text.begin(), text.end());
   if (store.check({kAborted})) {
     return false;
   }
-  if (store.compareSet(kAsks, {}, mine) == mine) {
+  if (is_first_to_ask(store, rank)) {
     return true;
   }
   try {

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <utility>
 
 #include <c10/core/GradMode.h>
