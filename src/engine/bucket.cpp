@@ -276,7 +276,9 @@ void Bucket::values_change(Param& param) {
 void Bucket::begin_write() {
   drop_share(); // of the former value
   group_users::stop_readers(*gather_group);
-  home_->begin_write(unit_.label("write shards"));
+  if (home_) { // not on meta
+    home_->begin_write(unit_.label("write shards"));
+  }
 }
 
 int64_t Bucket::bytes() const {

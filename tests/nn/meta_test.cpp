@@ -125,6 +125,20 @@ TEST_P(Meta, NothingIsReadBeforeThereIsMemory) {
   });
 }
 
+TEST_P(Meta, WritesMayBeNotedBeforeThereIsMemory) {
+  on_threads(GetParam(), [] {
+    nn::Linear model(3, 4);
+    move_to_meta(*model);
+    fully_shard(*model).note_shard_writes();
+    to_empty(*model);
+    const torch::NoGradGuard no_grad;
+    for (auto& shard : model->parameters()) {
+      shard.fill_(1);
+    }
+    EXPECT_TRUE(model->forward(torch::ones({1, 3})).eq(4).all().item<bool>());
+  });
+}
+
 TEST_P(Meta, AnOptimizerMayBeBuiltBefore) {
   on_threads(GetParam(), [] {
     nn::Linear model(3, 5);
