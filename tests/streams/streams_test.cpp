@@ -270,6 +270,18 @@ TEST(OnStreams, RecordingAStreamIsNoWrite) {
   });
 }
 
+TEST(OnStreams, WhatComesFromTheHostIsInTheMemoryThatDescribeSays) {
+  on_devices({1}, [](const Mesh& mesh) {
+    torch::nn::Linear model(4, 4);
+    auto root = fully_shard(*model, {.mesh = mesh, .offload_policy = CPUOffloadPolicy{}});
+    const auto description = describe(*model);
+    root.unshard();
+    EXPECT_EQ(root.unit()->whole_bytes(), 20 * 4);
+    EXPECT_EQ(root.unit()->predicted_whole_bytes(), 20 * 4);
+    EXPECT_GE(description.bytes_peak, description.bytes_shard + 20 * 4);
+  });
+}
+
 TEST(OnStreams, AnEventOfTheOptimizer) {
   Trial trial = tied();
   trial.before_step = [](Subject&, FSDPModule& root, int) {
