@@ -40,17 +40,13 @@ struct ModuleView {
   std::vector<at::Tensor> buffers;
 };
 
-/// How parameters are laid one after another where they are cut as one. If they are shown as one, `flat_shard_of` is
-/// what users see.
-using FlatView = FlatCut;
-
 /// One unit of several modules. Parameters may be on the meta device, if users are shown something else than the shards
 /// (`show_as`) through which real ones come.
 /// With `flat` they are cut as one flat parameter.
 FSDP_API FSDPModule fully_shard(
     const std::vector<ModuleView>& modules,
     const FullyShardOptions& options,
-    const std::optional<FlatView>& flat = std::nullopt);
+    const std::optional<FlatCut>& flat = std::nullopt);
 
 /// Of a unit whose parameters are shown as one: the tensor that has this rank's share of all of them. Undefined for any
 /// other unit, and for one without parameters.

@@ -175,7 +175,7 @@ using Shards = std::vector<std::vector<std::optional<at::Tensor>>>;
 
 /// The unit, and for each module and each of its slots the shard that belongs there.
 std::pair<FSDPModule, Shards> shard_modules(
-    const std::vector<Listed>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
+    const std::vector<Listed>& modules, const FullyShardOptions& options, const std::optional<FlatCut>& flat) {
   Shards shards(modules.size());
   std::vector<ModuleView> views;
   for (size_t i = 0; i < modules.size(); ++i) {
@@ -205,10 +205,10 @@ void bind_front_end(py::module_& m) {
   py::class_<ExtendedShard, DTensorShard, std::shared_ptr<ExtendedShard>>(m, "ExtendedShard")
       .def(py::init<py::object, at::Tensor>(), py::arg("parameter"), py::arg("shard"))
       .def_property_readonly("shard", &ExtendedShard::shard);
-  py::class_<FlatView>(m, "FlatView")
+  py::class_<FlatCut>(m, "FlatCut")
       .def(
           py::init([](int64_t alignment, bool shown_as_one) {
-            return FlatView{alignment, shown_as_one};
+            return FlatCut{alignment, shown_as_one};
           }),
           py::arg("alignment"),
           py::arg("shown_as_one"));

@@ -101,8 +101,7 @@ class RecordedCall {
     FSDP_CHECK(
         !any || !given_.any_recorded(),
         "[deferred_init] {} was given a tensor that is recorded together with one that is not strided: make both "
-        "before "
-        "deferred_init, or that part of the model after it",
+        "before deferred_init, or that part of the model after it",
         name());
     return any;
   }
@@ -111,8 +110,7 @@ class RecordedCall {
     FSDP_CHECK(
         !traits_.writes_later || !given_.any_recorded(),
         "[deferred_init] {} communicates values, but its tensor is recorded and has none yet: do that after "
-        "fully_shard, "
-        "or set FullyShardOptions::sync_module_states",
+        "fully_shard, or set FullyShardOptions::sync_module_states",
         name());
   }
 

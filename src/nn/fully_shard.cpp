@@ -225,7 +225,7 @@ FSDPModule fully_shard(const std::vector<torch::nn::Module*>& modules, const Ful
 }
 
 FSDPModule fully_shard(
-    const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::optional<FlatView>& flat) {
+    const std::vector<ModuleView>& modules, const FullyShardOptions& options, const std::optional<FlatCut>& flat) {
   const auto unit = nn::make_unit(modules, options, flat);
   if (unit->params().empty()) { // which has no handle that would keep it
     unit->runtime().keep(unit);

@@ -53,13 +53,10 @@ TEST_F(TwoBoards, TellsWhereTheOthersAre) {
 // Else each of many ranks would ask about each, all at once.
 TEST_F(TwoBoards, OfThoseThatGiveUpTogetherOneAsksForAll) {
   EXPECT_EQ(mine.ask({5, "unshard of 'a'"}), "rank 1 has not been seen at it");
-  std::thread announcing([&] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    mine.announce("it took longer than 60 s; rank 1 has not been seen at it");
-  });
+  EXPECT_EQ(other.ask({5, "unshard of 'a'"}), "") << "it waits for the first one's word, for a moment";
+  mine.announce("it took longer than 60 s; rank 1 has not been seen at it");
   EXPECT_EQ(
-      other.ask({4, "unshard of 'b'"}), "rank 0 gave up: it took longer than 60 s; rank 1 has not been seen at it");
-  announcing.join();
+      other.ask({5, "unshard of 'a'"}), "rank 0 gave up: it took longer than 60 s; rank 1 has not been seen at it");
 }
 
 TEST_F(TwoBoards, AWaitThatIsOverIsNotListenedFor) {

@@ -102,7 +102,7 @@ def _shown_as_parts(
     device: torch.device,
 ) -> WrapperState:
     wholes = {parameter: whole_of(parameter) for parameter in new}
-    unit, shards = _shard(module, slots, wholes, ignored, options, _C.FlatView(ALIGNMENT, False))
+    unit, shards = _shard(module, slots, wholes, ignored, options, _C.FlatCut(ALIGNMENT, False))
     calls = Calls()
     state = WrapperState(unit, Place(device), calls)
     for owner, name, sharded in places_of([slots], shards, functools.partial(_sharded_for, wholes, calls)):
@@ -121,7 +121,7 @@ def _shown_as_one(
     """The parameters themselves become the handles."""
     for parameter in new:
         parameter.grad = None
-    unit, _ = _shard(module, slots, {}, ignored, options, _C.FlatView(1, True))
+    unit, _ = _shard(module, slots, {}, ignored, options, _C.FlatCut(1, True))
     state = FlatState(unit, Place(device), Calls())
     flat = state.show_flat(without_checkpoint(module)) if new else None
     parts = {parameter: Part(parameter, flat) for parameter in new}
@@ -138,7 +138,7 @@ def _shard(
     wholes: Mapping[nn.Parameter, torch.Tensor],
     ignored: Ignored,
     options: _C.FullyShardOptions,
-    flat: _C.FlatView,
+    flat: _C.FlatCut,
 ) -> tuple[_C.Unit, list[list[torch.Tensor | None]]]:
     name, tensors, below, buffers = view_of(module, slots, wholes, clean_tensor_name)
     options.ignored_params = list(ignored.buffers)  # they are sent, and not moved

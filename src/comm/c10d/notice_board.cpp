@@ -67,20 +67,18 @@ bool is_first_to_ask(c10d::Store& store, int rank) {
   }
 }
 
-/// Who asks about each rank, then announces what it heard; else nobody needs to ask. When all give up at once only the
-/// first asks, and the others wait for its word, for a moment.
-bool is_the_one_who_asks(c10d::Store& store, int rank) {
-  if (store.check({kAborted})) {
-    return false;
-  }
-  if (is_first_to_ask(store, rank)) {
-    return true;
+/// What another rank has announced, as far as is known within a moment. Null for who is to ask about each rank: when
+/// all give up at once only the first does, and the others wait for its word.
+std::optional<std::string> reason_of_others(c10d::Store& store, int rank) {
+  if (!store.check({kAborted}) && is_first_to_ask(store, rank)) {
+    return std::nullopt;
   }
   try {
     store.wait({kAborted}, kAskersLimit);
+    return store.get_to_str(kAborted);
   } catch (const std::exception&) { // it has died meanwhile, say
+    return "";
   }
-  return false;
 }
 
 /// Tells the others this rank's place, then waits for the reason of one that gives up; nothing if the wait is over
@@ -153,8 +151,8 @@ std::string NoticeBoard::ask(const Place& place) const {
     return "";
   }
   return hear_out([store = store_, rank = rank_, size = size_, place]() -> std::string {
-    if (!is_the_one_who_asks(*store, rank)) {
-      return store->check({kAborted}) ? store->get_to_str(kAborted) : "";
+    if (const auto reason = reason_of_others(*store, rank)) {
+      return *reason;
     }
     std::vector<std::string> others;
     for (int other = 0; other < size; ++other) {
